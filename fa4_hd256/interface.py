@@ -76,6 +76,7 @@ def flash_attn_func(
     tree_mask: torch.Tensor | None = None,
     mask_mod: MaskMod | None = None,
     return_max_logits: bool = False,
+    out_gate: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -129,19 +130,23 @@ def flash_attn_func(
         * q k after softcap and score_mod; a sink is none of them. Exact, deterministic, without a
         gradient; -inf where no query sees a key, NaN with a logit that is NaN. Not with out= or
         with k and v in float8.
+    out_gate: out becomes out * sigmoid(out_gate), as gated attention has it (Qwen3-Next, Qwen3.5):
+        shaped like q, or (batch, seqlen_q, heads), typed like q. Applied in float32 before out is
+        rounded; lse does not change. Differentiated, too.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; return_max_logits adds
     max_logits at the end. lse: (batch, heads, seqlen_q) float32, natural log, the sink included. A
     query that sees no key has out = 0 and lse = -inf (or the sink's logit). Autograd differentiates
-    out and lse with respect to q, k, v and learnable_sink, once.
+    out and lse with respect to q, k, v, learnable_sink and out_gate, once.
 
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
+    if is_autocasting():
+        q, k, v, out_gate = autocast(q, k, v, out_gate, fixed=out)
     others, key, key_of_mask, listed_tiles = NO_TENSORS, None, None, 0
+    inputs = q, k, v, learnable_sink, out_gate
     if block_mask is not None or mask_mod is not None:
-        inputs = q, k, v, learnable_sink
         masked = _read_masks(inputs, block_mask, mask_mod, tree_mask)
         others, key_of_mask, listed_tiles = masked
     if not (tree_mask is score_mod is k_descale is v_descale is None):
@@ -153,10 +158,10 @@ def flash_attn_func(
         backward_config=backward_config, score_mod=key, mask_mod=key_of_mask,
         listed_tiles=listed_tiles,
     )  # fmt: skip
-    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS, out)
+    tensors: tuple[Any, ...] = (*inputs, *_NO_OTHERS, out)
     if others:
-        tensors = (*ForwardTensors(q, k, v, learnable_sink, **others), out)
-    form = learnable_sink is None, *others
+        tensors = (*ForwardTensors(*inputs, **others), out)
+    form = learnable_sink is None, out_gate is None, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -194,6 +199,7 @@ def flash_attn_varlen_func(
     mask_mod: MaskMod | None = None,
     backward_metadata: BackwardMetadata | None = None,
     return_max_logits: bool = False,
+    out_gate: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -228,6 +234,7 @@ def flash_attn_varlen_func(
     tree_mask: as of `flash_attn_func`, of at least as many nodes as a sequence has queries; node i
         is query i of a sequence, its key that of the sequence's last keys with the same place.
     k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
+    out_gate: as of `flash_attn_func`; shaped like q, or like q without its last dimension.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse), and max_logits at the end as `flash_attn_func` does; lse:
@@ -237,7 +244,8 @@ def flash_attn_varlen_func(
     with page_table. Page numbers out of range: ValueError for CPU tensors, or where FA4_HD256_CHECK
     or FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
-    q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
+    if is_autocasting():
+        q, k, v, out_gate = autocast(q, k, v, out_gate, fixed=out)
     if block_mask is not None or mask_mod is not None:
         apart = {
             "seqused_q": seqused_q,
@@ -259,6 +267,7 @@ def flash_attn_varlen_func(
             out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
             k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,
             mask_mod=row.mask_mod, return_max_logits=return_max_logits,
+            out_gate=None if out_gate is None else out_gate.unsqueeze(0),
         )  # fmt: skip
         out = result.squeeze(0) if out is None else out
         also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
@@ -269,7 +278,7 @@ def flash_attn_varlen_func(
     if backward_metadata is not None:
         apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
         check_metadata(backward_metadata, causal, window_size, apart)
-        read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
+        read, ds_tiles = _read_metadata((q, k, v, learnable_sink, out_gate), backward_metadata)
         others = {**others, **read}
     arguments = plans.call_fields(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -278,7 +287,7 @@ def flash_attn_varlen_func(
         backward_config=backward_config, score_mod=key, listed_tiles=ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    inputs, results = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
+    inputs, results = (q, k, v, learnable_sink, out_gate), (out, return_lse, return_max_logits)
     return attend_sequences(inputs, sequences, others, arguments, results)
 
 
@@ -291,9 +300,9 @@ def attend_sequences(
 ) -> Any:
     """Return the results of `flash_attn_varlen_func`.
 
-    inputs: q, k, v, the sink. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    page_table, scheduler_metadata. others: further tensors by name. arguments: fields of `Call`.
-    results: out, return_lse, return_max_logits.
+    inputs: q, k, v, the sink, the gate. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q,
+    seqused_k, page_table, scheduler_metadata. others: further tensors by name. arguments: fields
+    of `Call`. results: out, return_lse, return_max_logits.
     """
     out, return_lse, return_max_logits = results
     longest = arguments[LONGEST]
@@ -306,22 +315,22 @@ def attend_sequences(
     # What the scheduler metadata is for. In graphs tensors have no marks.
     mark = None if metadata is None or is_intercepted() else marked(metadata)
     is_missing = [tensor is None for tensor in sequences]
-    form = inputs[-1] is None, *is_missing, offsets_k is offsets_q, mark, *others
+    form = inputs[3] is None, inputs[4] is None, *is_missing, offsets_k is offsets_q, mark, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
 #: Tensors by name, of calls that have none.
 NO_TENSORS: dict[str, torch.Tensor] = {}
-#: Fields of `ForwardTensors` behind the sink, of calls that have none of these.
-_NO_OTHERS = (None,) * len(OTHERS)
+#: Fields of `ForwardTensors` behind the gate, of calls that have none of these.
+_NO_OTHERS = (None,) * (len(OTHERS) - 1)
 _K_DESCALE = ForwardTensors._fields.index(DESCALES[0])
 
 
 def _read_masks(
-    tensors: tuple[Any, Any, Any, Any], block_mask: Any, mask_mod: Any, tree_mask: Any
+    tensors: tuple[Any, ...], block_mask: Any, mask_mod: Any, tree_mask: Any
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
     """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
-    call with block_mask or mask_mod; tensors: q, k, v, the sink."""
+    call with block_mask or mask_mod; tensors: q, k, v, the sink, the gate."""
     read, key = read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
@@ -341,10 +350,10 @@ def read_options(
 
 
 def _read_metadata(
-    tensors: tuple[Any, Any, Any, Any], metadata: BackwardMetadata
+    tensors: tuple[Any, ...], metadata: BackwardMetadata
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return (tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with
-    backward_metadata, which only gradients need; tensors: q, k, v, the sink."""
+    backward_metadata, which only gradients need; tensors: q, k, v, the sink, the gate."""
     if not are_differentiated(tensors):
         return NO_TENSORS, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
@@ -402,7 +411,7 @@ def _find_and_run(
         results = _through_dispatcher(tensors, arguments, return_max_logits)
     else:
         execution, addresses = found
-        q, k, v, sink = tensors[:4]
+        q, k, v, sink, gate = tensors[:5]
         if out is not None:
             # Neither modes nor addresses are in a key, so each call checks them.
             check_writable_again(out, tensors[:-1])
@@ -414,9 +423,11 @@ def _find_and_run(
             or k.requires_grad
             or v.requires_grad
             or (sink is not None and sink.requires_grad)
+            or (gate is not None and gate.requires_grad)
         ):
             check_differentiable(ForwardTensors(*tensors[:-1]))
-            results = attend_with_gradients((kind, execution, addresses, tensors), q, k, v, sink)
+            call = kind, execution, addresses, tensors
+            results = attend_with_gradients(call, q, k, v, sink, gate)
         else:
             only_first = not (return_lse or return_max_logits)
             results = plans.run(kind, execution, tensors, addresses, only_first)
@@ -435,9 +446,10 @@ def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) ->
             "is a new tensor"
         )
     refuse_gradients(*inputs[_K_DESCALE : _K_DESCALE + len(DESCALES)])
-    if out is not None and are_differentiated((*inputs[:4], out)):
+    if out is not None and are_differentiated((*inputs[:5], out)):
         raise NotImplementedError(
-            "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
+            "out= has no gradients, but one of q, k, v, learnable_sink, out_gate and out requires "
+            "them; call "
             "without out=, or inside torch.no_grad()"
         )
 

@@ -39,7 +39,7 @@ __all__ = ["flash_attn_with_kvcache"]
 #: Arguments that may require gradients, which there are none of.
 _DIFFERENTIABLE = (
     "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",
-    "k_descale", "v_descale",
+    "k_descale", "v_descale", "out_gate",
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def flash_attn_with_kvcache(
     tree_mask: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     out: torch.Tensor | None = None,
+    out_gate: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
@@ -115,6 +116,7 @@ def flash_attn_with_kvcache(
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
         given. Not with rotary_cos, since rows have positions one after the other there.
     out: as of `flash_attn_varlen_func`; not where the caches lie.
+    out_gate: as of `flash_attn_varlen_func`.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
         them, in place of num_splits.
     qv: not offered; None.
@@ -131,7 +133,7 @@ def flash_attn_with_kvcache(
     is not offered; the cache is then as it was.
     """
     if is_autocasting():
-        q, k, v = autocast(q, k, v, fixed=k_cache)
+        q, k, v, out_gate = autocast(q, k, v, out_gate, fixed=k_cache)
     words = None if tree_mask is None else tree_words(tree_mask)
     if words is not None:
         cache_checks.check_beside_tree(rotary_cos)
@@ -140,7 +142,7 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled():
         cache_checks.check_no_gradients(
             _DIFFERENTIABLE, q, k_cache, v_cache, k, v, learnable_sink, out, rotary_cos, rotary_sin,
-            k_descale, v_descale,
+            k_descale, v_descale, out_gate,
         )  # fmt: skip
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
@@ -153,14 +155,14 @@ def flash_attn_with_kvcache(
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
     if is_attention and _are_plain(cache_seqlens):
-        inputs = q, k_cache, v_cache, learnable_sink
+        inputs = q, k_cache, v_cache, learnable_sink, out_gate
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
         return attend_sequences(inputs, sequences, others, arguments, (out, return_lse, False))
     named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
     tensors: tuple[Any, ...] = (  # fields of `CacheTensors`, whose class takes twice the time
-        out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, cu_seqlens_q, page_table,
-        scheduler_metadata, cache_batch_idx, cache_leftpad, *named, cu_seqlens_k_new, None,
-        rotary_cos, rotary_sin, None if rotary_cos is rotary_sin is None else rotary_seqlens,
+        out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, out_gate, cu_seqlens_q,
+        page_table, scheduler_metadata, cache_batch_idx, cache_leftpad, *named, cu_seqlens_k_new,
+        None, rotary_cos, rotary_sin, None if rotary_cos is rotary_sin is None else rotary_seqlens,
     )  # fmt: skip
     # Plain calls are checked with their plan. Others become like them first.
     is_plain = cache_batch_idx is cache_leftpad is None and isinstance(cache_seqlens, torch.Tensor)
@@ -193,7 +195,7 @@ def _attend_without_new_rows(
     `attend_sequences`."""
     in_cache = {CACHE_BATCH_IDX: call.cache_batch_idx, CACHE_LEFTPAD: call.cache_leftpad}
     return attend_sequences(
-        (call.q, call.k_cache, call.v_cache, call.sink),
+        (call.q, call.k_cache, call.v_cache, call.sink, call.out_gate),
         (call.cu_seqlens_q, None, None, call.lengths, call.page_table, call.part_list),
         others | {name: tensor for name, tensor in in_cache.items() if tensor is not None},
         arguments,
@@ -229,7 +231,7 @@ def _write_and_attend(
 #: Fields of `CacheTensors` that come by name.
 _OTHERS = (TREE_WORDS, *DESCALES, *SCORE_MOD.tensors)
 _NO_OTHERS = [None] * len(_OTHERS)
-assert CacheTensors._fields[13 : 13 + len(_OTHERS)] == _OTHERS
+assert CacheTensors._fields[14 : 14 + len(_OTHERS)] == _OTHERS
 
 
 _PART_LIST = CacheTensors._fields.index(PART_LIST)

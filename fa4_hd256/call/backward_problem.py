@@ -89,12 +89,13 @@ class BackwardProblem:
     @property
     def preprocess_class(self) -> PreprocessClass:
         ragged = tuple(name for name in self.forward.ragged if name in _RAGGED_QUERIES)
-        return PreprocessClass(self.forward.dtype, self.lse_gradient, ragged)
+        return PreprocessClass(self.forward.dtype, self.lse_gradient, ragged, self.forward.out_gate)
 
     @property
     def dq_class(self) -> GradientClass:
         """Return the class of the kernel that makes dQ alone."""
-        return GradientClass(replace(self.forward.problem_class, sink=False, packed_heads=1))
+        own = replace(self.forward.problem_class, sink=False, packed_heads=1, out_gate="")
+        return GradientClass(own)
 
     @property
     def dkdv_class(self) -> GradientClass:

@@ -31,7 +31,7 @@ from ..kernels.mask.block_mask import (
     STEP_WORDS,
 )
 from ..kernels.mask.windows import Reach, Window
-from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
+from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES, OUT_GATE
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -70,6 +70,8 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             if name in DESCALES:
                 kind = type(tensor).__name__
                 raise TypeError(f"{name} must be a float32 tensor or None, got {kind}")
+            if name == OUT_GATE:
+                raise TypeError(f"{name} must be a torch.Tensor or None, got {shown(tensor)}")
             raise TypeError(_NOT_INT32.format(_said(name)))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {shown(num_splits)}")
@@ -225,6 +227,19 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
             "per query head"
         )
     _check_equal("device", {"q": q.device, "learnable_sink": sink.device}, ValueError)
+
+
+def check_out_gate(gate: torch.Tensor, q: torch.Tensor) -> None:
+    """One value of each element of q, or of each query and head."""
+    require_dense(OUT_GATE, gate)
+    if gate.dtype != q.dtype:
+        raise TypeError(f"{OUT_GATE} has dtype {gate.dtype}; accepted: that of q, {q.dtype}")
+    if gate.shape not in (q.shape, q.shape[:-1]):
+        raise ValueError(
+            f"{OUT_GATE} has shape {tuple(gate.shape)}; accepted: that of q, {tuple(q.shape)}, or "
+            f"one value for each query and head, {tuple(q.shape[:-1])}"
+        )
+    _check_equal("device", {"q": q.device, OUT_GATE: gate.device}, ValueError)
 
 
 _INTEGERS = (int, torch.SymInt)
@@ -410,7 +425,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *FUNCTION_TENSORS)
+        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *FUNCTION_TENSORS)
     }
     if "cu_seqlens_q" not in ragged:
         sizes["q"] = q.shape[0]

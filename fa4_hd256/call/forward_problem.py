@@ -18,7 +18,10 @@ from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import (
     DESCALES,
+    GATE_OF_ELEMENTS,
+    GATE_OF_HEADS,
     KV_DTYPES,
+    OUT_GATE,
     ProblemClass,
     compiled_page,
     query_rows,
@@ -148,6 +151,7 @@ class Problem:
     q_shape has as many as it computes. config: that the user names, None for the default one of the
     call and the GPU. page_size: rows of a page where k and v are
     (pages, page_size, heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
+    out_gate: likewise, also where the combining kernel has the gate.
     """
 
     q_shape: tuple[int, ...]
@@ -168,6 +172,7 @@ class Problem:
     kv_dtype: torch.dtype | None = None
     descale: str = ""
     wide_tree: bool = False
+    out_gate: str = ""
     first_query: int = 0
     config: Any = None
 
@@ -188,9 +193,8 @@ class Problem:
         max_seqlen_q: with cu_seqlens_q. max_seqlen_k: with cu_seqlens_k or page_table; None for as
         many as k, or a row of pages, has rows. config: the forward's, None for the default one.
 
-        Raises TypeError for an argument of the wrong kind or dtype, ValueError for a wrong
-        shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
-        architecture that has no forward.
+        Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, head_dim, ratio of
+        heads, device, length or option, NotImplementedError without a forward of the architecture.
         """
         (q, k, v), ragged = tensors, ragged or {}
         check_options(options.softmax_scale, options.softcap)
@@ -230,6 +234,7 @@ class Problem:
             kv_dtype=kv_dtype,
             descale=descale,
             wide_tree=is_wide(ragged.get(TREE_WORDS)),
+            out_gate=_form_of_gate(ragged.get(OUT_GATE), q),
             config=config,
         )
 
@@ -257,6 +262,7 @@ class Problem:
             self.wide_tree,
             options.max_logits,
             Reach.of(options.window).hides_rows,
+            "" if self.num_splits > 1 else self.out_gate,
         )
 
     @property
@@ -277,7 +283,9 @@ class Problem:
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
-        return *self.ragged, *self.scales, *self.function_tensors
+        # With split keys the combining kernel has it.
+        gate = (OUT_GATE,) if self.out_gate and self.num_splits == 1 else ()
+        return *self.ragged, *self.scales, *gate, *self.function_tensors
 
     @property
     def lists_splits(self) -> bool:
@@ -323,6 +331,13 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
     """
     fits = query_rows(group, cta_rows) <= cta_rows if pads else cta_rows % group == 0
     return group if fits and "seqused_q" not in ragged and not is_masked(ragged) else 1
+
+
+def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor) -> str:
+    """Return what has a value of the gate, empty for none."""
+    if gate is None:
+        return ""
+    return GATE_OF_ELEMENTS if gate.ndim == q.ndim else GATE_OF_HEADS
 
 
 def is_masked(ragged: Any) -> bool:
@@ -466,6 +481,8 @@ def check_forward_tensors(
     checks.check_shapes(q.shape, k.shape, v.shape, *kinds)
     if sink is not None:
         checks.check_sink(sink, q)
+    if OUT_GATE in ragged:
+        checks.check_out_gate(ragged[OUT_GATE], q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(k, ragged)
 

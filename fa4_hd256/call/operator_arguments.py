@@ -16,7 +16,7 @@ import torch
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_GRADIENTS
-from ..kernels.problem_class import DESCALES
+from ..kernels.problem_class import DESCALES, OUT_GATE
 from ..kernels.rows.sequences import DS_BEGINS, SequenceTensors
 
 __all__ = [
@@ -43,7 +43,7 @@ RAGGED = SequenceTensors._fields
 #: Lengths and offsets of sequences, the first of them, which calls with gradients may have, too.
 LENGTHS = RAGGED[:4]
 #: All tensors of a call beside q, k, v and the sink.
-OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
+OTHERS = (OUT_GATE, *RAGGED, *DESCALES, *FUNCTION_TENSORS)
 
 
 class ForwardTensors(NamedTuple):
@@ -58,6 +58,7 @@ class ForwardTensors(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     sink: torch.Tensor | None = None
+    out_gate: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
@@ -92,12 +93,14 @@ class ForwardTensors(NamedTuple):
     def with_batches(self) -> ForwardTensors:
         """Return packed sequences with a batch of 1, keys in pages as they are. Raises ValueError
         for one of another rank."""
-        q, k, v, *others = self
+        changed = {}
         if self.cu_seqlens_q is not None:
-            q = with_batch("q", q)
+            changed["q"] = with_batch("q", self.q)
+            if self.out_gate is not None:
+                changed[OUT_GATE] = self.out_gate.unsqueeze(0)
         if self.cu_seqlens_k is not None and self.page_table is None:
-            k, v = with_batch("k", k), with_batch("v", v)
-        return ForwardTensors(q, k, v, *others)
+            changed |= {"k": with_batch("k", self.k), "v": with_batch("v", self.v)}
+        return self._replace(**changed) if changed else self
 
 
 class BackwardTensors(NamedTuple):
@@ -112,6 +115,7 @@ class BackwardTensors(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     sink: torch.Tensor | None = None
+    out_gate: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
@@ -145,6 +149,8 @@ class BackwardTensors(NamedTuple):
                 tensor = getattr(self, name)
                 if tensor is not None and tensor.ndim < dimensions:
                     with_batch[name] = tensor.unsqueeze(0)
+        if self.out_gate is not None and "q" in with_batch:
+            with_batch[OUT_GATE] = self.out_gate.unsqueeze(0)
         return self._replace(**with_batch)
 
     def others(self) -> dict[str, torch.Tensor]:
@@ -193,7 +199,7 @@ class ForwardValues(NamedTuple):
 
 class BackwardValues(NamedTuple):
     """Values of a backward; config: of the architecture's backward. wanted: whether dq, whether dk
-    and dv, whether dsink are requested."""
+    and dv, whether dsink, whether the gradient of out_gate are requested."""
 
     softmax_scale: float
     window_left: int
@@ -226,6 +232,7 @@ class CacheTensors(NamedTuple):
     v: torch.Tensor
     lengths: torch.Tensor
     sink: torch.Tensor | None = None
+    out_gate: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     part_list: torch.Tensor | None = None
@@ -324,6 +331,7 @@ _of_gradients = operator.itemgetter(
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
 assert BackwardTensors._fields[7:] == (
     "sink",
+    OUT_GATE,
     *LENGTHS,
     *MASK_GRADIENTS,
     DS_BEGINS,

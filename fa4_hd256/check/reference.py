@@ -27,6 +27,7 @@ _Errors = TypeVar("_Errors", bound="Errors")
 class AttentionOptions:
     """Options of a call, named as in `flash_attn_func`.
 
+    out_gate: like q, or without its last dimension: out * sigmoid(out_gate).
     mask: bool (1 or batch, 1 or heads, seqlen_q, seqlen_k), which narrows the other masks: True
     where a query sees a key. score_mod: FlexAttention's (score, batch, head, query, key) -> score,
     of tensors that broadcast.
@@ -37,6 +38,7 @@ class AttentionOptions:
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     learnable_sink: torch.Tensor | None = None
+    out_gate: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     score_mod: Callable[..., torch.Tensor] | None = None
 
@@ -53,6 +55,13 @@ class AttentionOptions:
             return None
         batches, heads = self.mask.shape[:2]
         return self.mask[min(batch, batches - 1), min(head, heads - 1)].cpu()
+
+    def gated(self, out: torch.Tensor) -> torch.Tensor:
+        """Return out (batch, seqlen_q, heads, dim) behind the gate."""
+        if self.out_gate is None:
+            return out
+        gate = self.out_gate.cpu().to(out.dtype)
+        return out * torch.sigmoid(gate if gate.ndim == out.ndim else gate[..., None])
 
     def scale(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale
@@ -119,7 +128,7 @@ def attention(
     if not outs:
         return q.cpu().double(), torch.zeros(batch, heads, seqlen_q, dtype=torch.float64)
     out = torch.stack(outs).unflatten(0, (batch, heads)).transpose(1, 2).contiguous()
-    return out, torch.stack(lses).unflatten(0, (batch, heads))
+    return chosen.gated(out), torch.stack(lses).unflatten(0, (batch, heads))
 
 
 def max_logits(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -242,7 +251,8 @@ def _same_dtype(
     scores = scores.masked_fill(~seen & ~empty[..., None], -math.inf)
     weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[..., None], 0.0)
     lse = scores.float().logsumexp(dim=3).masked_fill(empty, -math.inf)
-    return (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2), lse
+    out = (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2)
+    return chosen.gated(out), lse
 
 
 def gradients(
@@ -251,15 +261,16 @@ def gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Return gradients in float64, by autograd of `attention`: "q", "k", "v", and "sink" with one.
+    """Return gradients in float64, by autograd of `attention`: "q", "k", "v", and where these are
+    given "sink" and "out_gate".
 
     inputs: q, k, v. dout: gradient of out. dlse: gradient of lse, None for 0. It has no effect in
     rows whose lse is -inf.
     """
     exact = tuple(tensor.cpu().double() for tensor in inputs)
-    sink = options.pop("learnable_sink", None)
-    sink = None if sink is None else sink.cpu().double()
-    return _differentiate(attention, (*exact, sink), dout.cpu().double(), dlse, options)
+    given = [options.pop(name, None) for name in _OPTIONAL]
+    more = (None if tensor is None else tensor.cpu().double() for tensor in given)
+    return _differentiate(attention, (*exact, *more), dout.cpu().double(), dlse, options)
 
 
 def same_dtype_gradients(
@@ -269,9 +280,13 @@ def same_dtype_gradients(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of `same_dtype_pytorch` by autograd; their errors set the tolerances."""
-    sink = options.pop("learnable_sink", None)
-    leaves = tuple(None if tensor is None else tensor.cpu() for tensor in (*inputs, sink))
+    given = [options.pop(name, None) for name in _OPTIONAL]
+    leaves = tuple(None if tensor is None else tensor.cpu() for tensor in (*inputs, *given))
     return _differentiate(_same_dtype, leaves, dout.cpu(), dlse, options)
+
+
+#: Tensors among the options that have gradients, too.
+_OPTIONAL = ("learnable_sink", "out_gate")
 
 
 def _differentiate(
@@ -281,15 +296,16 @@ def _differentiate(
     dlse: torch.Tensor | None,
     options: dict,
 ) -> dict[str, torch.Tensor]:
-    """Return gradients of function(q, k, v, learnable_sink=sink) = (out, lse) by autograd."""
-    names = ("q", "k", "v", "sink")
+    """Return gradients of function(q, k, v, of `_OPTIONAL`) = (out, lse) by autograd. leaves: in
+    this order, None for those not given."""
+    names = ("q", "k", "v", "sink", "out_gate")
     inputs = {
         name: tensor.detach().clone().requires_grad_()
         for name, tensor in zip(names, leaves, strict=True)
         if tensor is not None
     }
-    q, k, v, sink = (inputs.get(name) for name in names)
-    out, lse = function(q, k, v, learnable_sink=sink, **options)
+    q, k, v, *given = (inputs.get(name) for name in names)
+    out, lse = function(q, k, v, **dict(zip(_OPTIONAL, given, strict=True)), **options)
     dlse = torch.zeros_like(lse) if dlse is None else dlse.cpu().to(lse.dtype)
     dlse = dlse.masked_fill(lse == -math.inf, 0.0)
     results = torch.autograd.grad((out, lse), tuple(inputs.values()), (dout, dlse))
@@ -458,6 +474,7 @@ def cancellation_errors(
     """
     chosen = AttentionOptions(**options)
     q, k, v, dout = (tensor.cpu().double() for tensor in (*inputs, dout))
+    dout = chosen.gated(dout)
     scale, group = abs(chosen.scale(q.shape[3])), q.shape[2] // k.shape[2]
     of_q, of_k = torch.zeros_like(q), torch.zeros_like(k)
     for b in range(q.shape[0]):

@@ -40,9 +40,9 @@ def launch_forward(
 
 def run_backward(
     tensors: BackwardTensors, problem: BackwardProblem, wanted: Wanted, config: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not
-    requested."""
+) -> tuple[torch.Tensor, ...]:
+    """Return (dq, dk, dv, dsink, dgate), shaped and typed like q, k, v, sink and out_gate; empty
+    where not requested."""
     plan = plan_backward(BackwardWork(tensors, problem, wanted, config), tensors)
     return or_empty(execute(plan, tensors), tensors)
 

@@ -57,6 +57,7 @@ def gradients_of_results(
         score_key,
         mask_key,
         listed_tiles,
-        (True, True, tensors.sink is not None),
+        (True, True, tensors.sink is not None, False),
     )
-    return call_backward(tensors._replace(**others, **scores, **seen), values)
+    # Nothing calls this with a gate.
+    return call_backward(tensors._replace(**others, **scores, **seen), values)[:4]

@@ -144,7 +144,7 @@ def _flash_attn_bwd(
             f"{', '.join(options)} is given to the backward; accepted: {', '.join(_OF_BACKWARD)}"
         )
     dq, dk, dv, _ = gradients_of_results(
-        BackwardTensors(dout, None, q, k, v, out, lse, None, of_q, of_k),
+        BackwardTensors(dout, None, q, k, v, out, lse, cu_seqlens_q=of_q, cu_seqlens_k=of_k),
         checked,
         (_longest_of(q, of_q), _longest_of(k, of_k)),
         backward_config=backward_config_of(_Active.ds_bytes, q.device),

@@ -20,9 +20,12 @@ __all__ = [
     "ANY_PAGE",
     "DESCALES",
     "ELEMENT_TYPES",
+    "GATE_OF_ELEMENTS",
+    "GATE_OF_HEADS",
     "KV_DTYPES",
     "OF_PAGES",
     "OF_SEQUENCES",
+    "OUT_GATE",
     "CallScalars",
     "GradientClass",
     "ProblemClass",
@@ -43,6 +46,10 @@ KV_DTYPES = (torch.float8_e4m3fn,)
 #: sequence's and KV head's, or all that they have alike, or a page's and KV head's.
 DESCALES = ("k_descale", "v_descale")
 OF_SEQUENCES, OF_PAGES = "sequences", "pages"
+
+#: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
+OUT_GATE = "out_gate"
+GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
 
 
 #: Page size of problem classes whose kernels take pages of any size: their rows are gathered.
@@ -80,7 +87,8 @@ class ProblemClass:
     none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of
     listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits:
     the forward writes the greatest score of each query (`online`, `largest`). hides_rows: a
-    negative bound hides rows at the end of each sequence (`windows`).
+    negative bound hides rows at the end of each sequence (`windows`). out_gate: what has a value of
+    the gate of the result, empty for none, and with split keys, whose combining kernel has it.
     """
 
     dtype: torch.dtype
@@ -102,6 +110,7 @@ class ProblemClass:
     wide_tree: bool = False
     max_logits: bool = False
     hides_rows: bool = False
+    out_gate: str = ""
 
     @property
     def element_type(self) -> Any:

@@ -40,8 +40,8 @@ __all__ = [
     "save_for_backward",
 ]
 
-#: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink.
-DIFFERENTIABLE = 4
+#: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink, out_gate.
+DIFFERENTIABLE = 5
 #: Place of out among what `BackwardTensors.kept` makes.
 _OUT = 3
 
@@ -49,11 +49,11 @@ _OUT = 3
 @torch.library.custom_op(
     f"{NAMESPACE}::backward",
     mutates_args=(),
-    schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> ({', '.join(['Tensor'] * 5)})",
 )
-def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those
-    that are not wanted are empty. Bitwise the same for the same arguments."""
+def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (dq, dk, dv, dsink, dgate) of the fields of `BackwardTensors` and `BackwardValues`;
+    those that are not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = backward_arguments(arguments)
     values = values._replace(wanted=tuple(values.wanted))
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
@@ -67,12 +67,14 @@ _BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, sma
 @backward.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, values = backward_arguments(arguments)
-    (dq, dkdv, dsink), q, sink = values.wanted, tensors.q, tensors.sink
+    (dq, dkdv, dsink, dgate), q, sink = values.wanted, tensors.q, tensors.sink
+    gate = tensors.out_gate
     return (
         q.new_empty(q.shape if dq else 0),
         tensors.k.new_empty(tensors.k.shape if dkdv else 0),
         tensors.v.new_empty(tensors.v.shape if dkdv else 0),
         q.new_empty(0) if sink is None else sink.new_empty(sink.shape if dsink else 0),
+        q.new_empty(0) if gate is None else gate.new_empty(gate.shape if dgate else 0),
     )
 
 
@@ -86,8 +88,8 @@ backward.register_autograd(refuse_second_order)
 
 
 def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
-    """Return (dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch;
-    what is not requested may be None or anything.
+    """Return (dq, dk, dv, dsink, dgate) as `backward` has them, those of packed sequences without a
+    batch; what is not requested may be None or anything.
 
     tensors: packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple.
     """
@@ -98,15 +100,13 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
         if planned is not None:
             return plans.run(_BACKWARD, planned[0], tensors, planned[1])
     batched = tensors.with_batches()
-    *of_rows, dsink = backward(*batched, *values._replace(wanted=list(values.wanted)))
-    return *(
-        gradient.squeeze(0) if tensor.ndim < _RANK == gradient.ndim else gradient
-        for gradient, tensor in zip(of_rows, (tensors.q, tensors.k, tensors.v), strict=True)
-    ), dsink
-
-
-#: Rank of q with its batch.
-_RANK = 4
+    gradients = backward(*batched, *values._replace(wanted=list(values.wanted)))
+    given = tensors.q, tensors.k, tensors.v, tensors.sink, tensors.out_gate
+    # Packed sequences have a batch of 1 in the operator; what is not requested has one dimension.
+    return tuple(
+        gradient.squeeze(0) if tensor is not None and 1 < gradient.ndim > tensor.ndim else gradient
+        for gradient, tensor in zip(gradients, given, strict=True)
+    )
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -145,8 +145,8 @@ def gradients_of(
     dlse: torch.Tensor | None,
     call: Callable[..., tuple[torch.Tensor, ...]] = call_backward,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of q, k, v and the sink, None for those not requested. needed: which are
-    requested. call: computes them, as `call_backward` does."""
+    """Return gradients of q, k, v, the sink and the gate, None for those not requested. needed:
+    which are requested. call: computes them, as `call_backward` does."""
     if (dout is None and dlse is None) or not any(needed):
         return (None,) * len(needed)
     # Read once: hooks of saved tensors run at each read, and a checkpoint refuses a second one.
@@ -170,7 +170,7 @@ def _of_saved(
     if any(batched):
         entries = _entries((dout, dlse), batched)
         return _joined([_of_saved(saved, needed, entry, call) for entry in entries])
-    wanted = (needed[0], needed[1] or needed[2], needed[3])
+    wanted = (needed[0], needed[1] or needed[2], *needed[3:])
     results = call(BackwardTensors(dout, dlse, *tensors), values.of_backward(wanted))
     return tuple(
         gradient if is_needed else None for gradient, is_needed in zip(results, needed, strict=True)
@@ -234,8 +234,9 @@ class _Attention(torch.autograd.Function):
         *differentiable: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Return the results of a plan. call: kind, execution, addresses and tensors, as of
-        `plans.run`. differentiable: the first of these tensors once more, q, k, v and the sink:
-        autograd tracks what it gets as an argument, but nothing inside a tuple."""
+        `plans.run`. differentiable: the first of these tensors once more, those of
+        `DIFFERENTIABLE`: autograd tracks what it gets as an argument, but nothing inside a
+        tuple."""
         kind, execution, addresses, tensors = call
         tensors = (*differentiable, *tensors[len(differentiable) :])
         results = plans.run(kind, execution, tensors, addresses)
@@ -246,7 +247,7 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:5]
+        needed = ctx.needs_input_grad[1 : 1 + DIFFERENTIABLE]
         return None, *gradients_of(ctx, needed, dout, dlse)
 
 

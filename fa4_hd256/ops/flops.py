@@ -55,7 +55,7 @@ def _kvcache_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
 
 def _backward_flops(*arguments: Any, out_val: Any = None, **_options: Any) -> int:
     tensors, values = backward_arguments(arguments)
-    needs_dq, needs_dkdv, _ = map(int, values.wanted)
+    needs_dq, needs_dkdv = map(int, values.wanted[:2])
     gemms = 2 * (needs_dq or needs_dkdv) + needs_dq + 2 * needs_dkdv
     blocks = tensors.mask_blocks
     if blocks is not None:

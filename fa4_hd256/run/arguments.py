@@ -17,16 +17,16 @@ NOTE [arguments of the forward].  One list, in two forms:
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
                   masks (`kernels.rows.sequences.SequenceTensors`), then k_descale and v_descale
-                  (entries, heads_kv) float32, then what functions of the call read; None if that
-                  is nothing
+                  (entries, heads_kv) float32, then out_gate, like q or (batch, seqlen_q, heads_q),
+                  then what functions of the call read; None if that is nothing
     scalars       `kernels.problem_class.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
 With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
 heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
-proper, and the stream. With listed parts they are (parts, max_seqlen_q, heads_q, 256) and (parts,
-heads_q, max_seqlen_q), and the combining kernel gets the list and cu_seqlens_q, if there is one,
-before the stream.
+proper with out_gate, if there is one, and the stream. With listed parts they are (parts,
+max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel gets the
+list and cu_seqlens_q, if there is one, before the stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import DESCALES, CallScalars, ProblemClass
+from ..kernels.problem_class import (
+    DESCALES,
+    GATE_OF_HEADS,
+    OUT_GATE,
+    CallScalars,
+    ProblemClass,
+)
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.small.combine_config import CombineClass
 from .tile_counter import tile_counter
@@ -71,6 +77,8 @@ __all__ = [
     "compile_arguments",
     "dynamic_tensor",
     "function_types",
+    "gate_types",
+    "gate_value",
     "leaves",
     "mapped",
     "plain_arguments",
@@ -214,7 +222,9 @@ def stream_argument(stream: int | None) -> Any:
 def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
     """Return the values of a call's ragged tensors; vectors of other types may be among them."""
     return [
-        dynamic_tensor(
+        gate_value(tensor)
+        if name == OUT_GATE
+        else dynamic_tensor(
             tensor, max(_TABLES[name][1] if name in _TABLES else WORD, tensor.element_size())
         )
         for name, tensor in zip(names, tensors, strict=True)
@@ -317,19 +327,37 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
     if problem_class.descale:
         optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
+    optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
 
-def combine_compile_arguments(element_type: Any) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the combining kernel; element_type: of out."""
-    return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
+def gate_types(element_type: Any, form: str) -> list[Any]:
+    """Return the type of the gate of the result, none without one. form: as `out_gate` of
+    `ProblemClass`."""
+    if not form:
+        return []
+    if form == GATE_OF_HEADS:
+        return [tensor_type(element_type, 3, element_type.width // 8)]
+    return [tensor_type(element_type, 4, TMA_ALIGNMENT)]
+
+
+def gate_value(gate: Any) -> Any:
+    """The gate of a call, for one that `gate_types` describes."""
+    return dynamic_tensor(gate, TMA_ALIGNMENT if gate.ndim == 4 else gate.element_size())
+
+
+def combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the combining kernel."""
+    element = problem_class.element_type
+    results = *_result_types(element), *gate_types(element, problem_class.out_gate)
+    return _result_types(cutlass.Float32), results, cuda.CUstream(0)
 
 
 def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
-    *results, stream = combine_compile_arguments(problem_class.element_type)
+    *results, stream = combine_compile_arguments(problem_class)
     lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
     return *results, lists, stream
 
@@ -370,14 +398,15 @@ def call_arguments(
 
 def combine_call_arguments(
     parts: tuple[Any, Any],
-    results: tuple[Any, Any],
+    results: tuple[Any, ...],
     stream: int | None,
     lists: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
-    """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse).
-    lists: those of listed parts."""
+    """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse),
+    of the results with the gate of out, if there is one. lists: those of listed parts."""
     listed = (tuple(dynamic_tensor(t, 4) for t in lists),) if lists else ()
-    return _results(parts), _results(results), *listed, stream_argument(stream)
+    made = *_results(results[:2]), *map(gate_value, results[2:])
+    return _results(parts), made, *listed, stream_argument(stream)
 
 
 def _results(tensors: tuple[Any, Any]) -> tuple[Any, Any]:

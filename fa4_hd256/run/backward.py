@@ -30,6 +30,7 @@ from ..call.packed_ds import check_begins
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..gpus.devices import Gpu
 from ..kernels.kernel_set import BackwardKernel
+from ..kernels.problem_class import GATE_OF_ELEMENTS, OUT_GATE
 from ..kernels.rows.sequences import padded_rows
 from .backward_arguments import (
     TABLE_RANK,
@@ -41,6 +42,7 @@ from .backward_arguments import (
     sum_call_arguments,
 )
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
+from .forward import gate_operand
 from .launch import gpu_of
 from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
@@ -54,6 +56,8 @@ __all__ = [
 OF_KEYS = "dk", "dv"
 #: Names of the rows' statistics, and of the dS of a chunk.
 STATS, DS = "stats", "ds"
+#: With a gate of the result: the gradient of O before it, and that of the gate.
+DO, DGATE = "do", "dgate"
 
 
 class Wanted(NamedTuple):
@@ -62,6 +66,7 @@ class Wanted(NamedTuple):
     dq: bool = True
     dkdv: bool = True
     dsink: bool = False
+    dgate: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,21 +130,21 @@ def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
 
 def or_empty(
     results: Sequence[torch.Tensor | None], call: BackwardTensors
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v and the sink, empty tensors in place of None."""
-    like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
-    dq, dk, dv, dsink = (
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v, the sink and the gate, empty tensors in place of None."""
+    optional = (call.q if one is None else one for one in (call.sink, call.out_gate))
+    like = call.q, call.k, call.v, *optional
+    return tuple(
         tensor.new_empty(0) if gradient is None else gradient
         for tensor, gradient in zip(like, results, strict=True)
     )
-    return dq, dk, dv, dsink
 
 
 def plan_backward(
     work: BackwardWork, tensors: BackwardTensors, ds_bytes: int | None = None
 ) -> LaunchPlan:
-    """Return the plan of a backward, whose results are (dq, dk, dv, dsink), None for those not
-    requested.
+    """Return the plan of a backward, whose results are (dq, dk, dv, dsink, dgate), None for those
+    not requested.
 
     tensors: those of the call; packed ones may lack the batch, which their gradients then lack,
     too. ds_bytes: as of `BackwardWork.divided`.
@@ -168,6 +173,9 @@ def add_division(
     made = _memory(builder, division, wanted, has_batch)
     operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
     if not problem.has_no_queries:
+        gates: tuple[View, ...] = ()
+        if problem.forward.out_gate:
+            gates = gate_operand(builder, views[OUT_GATE]), made[DO], made[DGATE]
         rows = PreprocessTensors(
             builder.operand(views["out"]),
             operands["dout"],
@@ -175,8 +183,11 @@ def add_division(
             builder.rows(views["dlse"]) if "dlse" in views else None,
             made[STATS],
             tuple(views[name] for name in problem.preprocess_class.ragged),
+            gates,
         )
         add_preprocess(builder, problem, rows)
+        if gates:
+            operands["dout"] = made[DO]
     if not problem.has_no_queries and not problem.has_no_keys:
         _add_gradients(builder, division, chosen, (operands, views, made))
     return made
@@ -215,6 +226,8 @@ def _memory(
     problem = division.problem
     forward = problem.forward
     made = {STATS: stats_view(builder, problem)}
+    if forward.out_gate:
+        made |= _of_gate(builder, problem, has_batch["q"])
     if wanted.dkdv:
         for name in OF_KEYS:
             made[name] = _dkdv(builder, problem, name, has_batch[name[1]])
@@ -242,6 +255,19 @@ def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: 
     batch, rows, heads, columns = problem.k_shape
     shape = batch, rows, heads * problem.copies, columns
     return builder.result(name, shape, dtype, 0.0 if is_zero else None, has_batch)
+
+
+def _of_gate(builder: PlanBuilder, problem: BackwardProblem, has_batch: bool) -> dict[str, View]:
+    """The gradient of O, before the gate, and that of the gate, by name. Rows of no sequence have
+    none."""
+    forward = problem.forward
+    shape = forward.q_shape if forward.out_gate == GATE_OF_ELEMENTS else forward.q_shape[:3]
+    is_zero = forward.ragged or problem.has_no_queries
+    fill = 0.0 if is_zero else None
+    return {
+        DO: builder.allocate(DO, forward.q_shape, forward.dtype),
+        DGATE: builder.result(DGATE, shape, forward.dtype, fill, has_batch),
+    }
 
 
 def _leaves_keys(problem: BackwardProblem) -> bool:
@@ -406,7 +432,8 @@ def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
 def _results(
     builder: PlanBuilder, work: BackwardWork, made: Mapping[str, View], views: Mapping[str, View]
 ) -> tuple[View | None, ...]:
-    """Return (dq, dk, dv, dsink) from what the kernels wrote; None for those not requested."""
+    """Return (dq, dk, dv, dsink, dgate) from what the kernels wrote; None for those not
+    requested."""
     wanted = work.wanted
     dk = dv = dsink = None
     if wanted.dkdv:
@@ -415,7 +442,8 @@ def _results(
         sink = views["sink"]
         dsink = View.contiguous("dsink", sink.shape, sink.dtype)
         builder.operate("gradient of the sink", ("sink", STATS), _sink_gradient, dsink)
-    return made.get("dq") if wanted.dq else None, dk, dv, dsink
+    dgate = made.get(DGATE) if wanted.dgate else None
+    return made.get("dq") if wanted.dq else None, dk, dv, dsink, dgate
 
 
 def _rounded(builder: PlanBuilder, gradient: View, dtype: torch.dtype) -> View:

@@ -37,6 +37,8 @@ from .arguments import (
     call_scalars,
     dynamic_tensor,
     function_types,
+    gate_types,
+    gate_value,
     ragged_types,
     ragged_values,
     scalar_types,
@@ -51,7 +53,8 @@ class PreprocessTensors:
     """The tensors of one call of the preprocess kernel, or views of those of a plan; see the
     module's docstring.
 
-    dlse: None where the problem has no gradient of the LSE.
+    dlse: None where the problem has no gradient of the LSE. gates: with a gate of the result gate,
+    do and dgate of `PreprocessRows`.
     """
 
     out: Any
@@ -60,6 +63,7 @@ class PreprocessTensors:
     dlse: Any
     stats: Any
     ragged: tuple[Any, ...] = ()
+    gates: tuple[Any, ...] = ()
 
 
 def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, ...]:
@@ -67,7 +71,10 @@ def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, .
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
     lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
-    rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None)
+    gates = gate_types(element, problem_class.out_gate)
+    if gates:
+        gates = [*gates, tensor_type(element, 4, TMA_ALIGNMENT), *gates]
+    rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None, *gates)
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, WORD)
     return rows, stats, ragged, cutlass.Int32(1), cuda.CUstream(0)
@@ -82,6 +89,7 @@ def preprocess_call_arguments(
         dynamic_tensor(tensors.dout, TMA_ALIGNMENT),
         _row_values(tensors.lse),
         None if tensors.dlse is None else _row_values(tensors.dlse),
+        *map(gate_value, tensors.gates),
     )
     ragged = tuple(dynamic_tensor(tensor, WORD) for tensor in tensors.ragged) or None
     longest = cutlass.Int32(problem.forward.max_seqlen_q)

@@ -47,8 +47,8 @@ class KernelSpec:
     """One compiled kernel: everything that its code depends on, beside sources and compiler.
 
     kind: one of `KINDS`.  config: the kernel's configuration.  problem_class: what of a call is
-    compiled in, of `kernels.problem_class` or the kernel's module, or for `forward_combine` and
-    `backward_sum` the dtype of the results.  The repr of both names all their fields, since it is
+    compiled in, of `kernels.problem_class` or the kernel's module, or for `backward_sum` the
+    dtype of the results.  The repr of both names all their fields, since it is
     part of the cache's key.  architecture: whose kernel it is, and for which target.
     """
 
@@ -118,10 +118,11 @@ def combine_spec(problem: Problem) -> KernelSpec:
     kernels = problem.kernels
     if problem.lists_splits:
         config = replace(kernels.combine.config, lane_parts=MOST_PARTS // WARP_SIZE)
-        own = CombineClass(problem.dtype, "cu_seqlens_q" in problem.ragged)
+        own = CombineClass(problem.dtype, "cu_seqlens_q" in problem.ragged, problem.out_gate)
         return KernelSpec("forward_combine_ragged", config, own, kernels.architecture)
     config = kernels.combine.of(problem.num_splits, math.prod(problem.lse_shape))
-    return KernelSpec("forward_combine", config, problem.dtype, kernels.architecture)
+    own = CombineClass(problem.dtype, out_gate=problem.out_gate)
+    return KernelSpec("forward_combine", config, own, kernels.architecture)
 
 
 def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpec]:
@@ -195,12 +196,11 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.problem_class import ELEMENT_TYPES
     from ..kernels.small.forward_combine import CombineKernel
     from .arguments import combine_compile_arguments
 
-    element = ELEMENT_TYPES[spec.problem_class]
-    return CombineKernel(spec.config, element), combine_compile_arguments(element)
+    kernel = CombineKernel(spec.config, spec.problem_class)
+    return kernel, combine_compile_arguments(spec.problem_class)
 
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:

@@ -27,6 +27,7 @@ from ..gpus.devices import Gpu
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.mask.block_mask import MASK_STEPS
+from ..kernels.problem_class import OUT_GATE
 from ..kernels.rows.part_list import HEADER, list_length
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
@@ -40,6 +41,7 @@ __all__ = [
     "add_forward",
     "add_launches",
     "described",
+    "gate_operand",
     "operand_views",
     "plan_call",
     "plan_described",
@@ -169,8 +171,10 @@ def add_launches(
         operands |= {name: operands[name].view(last.dtype) for name in "kv"}
     tables = _tables(builder, last, views)
     optional = (_sink(builder, views["sink"]),) if last.sink else ()
+    is_combined = last.out_gate and last.num_splits > 1
+    gate = (gate_operand(builder, views[OUT_GATE]),) if is_combined else ()
     for problem in launches:
-        _add_launch(builder, problem, gpu, operands, results, (optional, tables))
+        _add_launch(builder, problem, gpu, operands, results, (optional, tables, gate))
     named = [("q", results["out"])]
     offsets = dict(zip(last.tables, tables, strict=True))
     add_tail(builder, last, named, results["lse"], offsets, (rows_k, LARGEST_LENGTH, 0))
@@ -183,11 +187,12 @@ def _add_launch(
     gpu: Gpu,
     operands: Mapping[str, View],
     results: Mapping[str, View],
-    more: tuple[tuple[View, ...], tuple[View, ...]],
+    more: tuple[tuple[View, ...], tuple[View, ...], tuple[View, ...]],
 ) -> None:
     """Launch the forward on the queries of a problem, and the combining kernel where their keys are
-    split. more: the sink, and tensors of `Problem.tables`."""
-    sink, tables = more
+    split. more: the sink, tensors of `Problem.tables`, and the gate that the combining kernel
+    has."""
+    sink, tables, gate = more
     first, count = problem.first_query, problem.q_shape[1]
     q, out, lse = operands["q"], results["out"], results["lse"]
     if count < q.shape[1]:
@@ -203,17 +208,18 @@ def _add_launch(
     builder.launch(spec, call_arguments(tensors, problem, gpu, None))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))
-        add_combine(builder, problem, written, (out, lse), given)
+        add_combine(builder, problem, written, (out, lse, *gate), given)
 
 
 def add_combine(
     builder: PlanBuilder,
     problem: Problem,
     parts: tuple[View, View],
-    results: tuple[View, View],
+    results: tuple[View, ...],
     tables: Mapping[str, View],
 ) -> None:
-    """Fill results from those of splits, each (out, lse). tables: by name, those of listed parts
+    """Fill results from those of splits, each (out, lse), behind the results the gate of out where
+    there is one. tables: by name, those of listed parts
     among them."""
     lists: tuple[View, ...] = ()
     if problem.lists_splits:
@@ -309,10 +315,17 @@ def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -
             view = builder.scale(view, problem.descale)
         elif name in problem.function_tensors:
             view = builder.dense(view)
+        elif name == OUT_GATE:
+            view = gate_operand(builder, view)
         elif view.ndim > 1:
             view = builder.table(view)
         found.append(view)
     return tuple(found)
+
+
+def gate_operand(builder: PlanBuilder, gate: View) -> View:
+    """The gate of the result as kernels read it."""
+    return builder.operand(gate) if gate.ndim == 4 else builder.table(gate)
 
 
 def _sink(builder: PlanBuilder, sink: View) -> View:

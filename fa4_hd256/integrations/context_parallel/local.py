@@ -301,8 +301,8 @@ def add_gradients(
                 part_v,
                 part_out,
                 lse[..., rows],
-                None,
-                *offsets,
+                cu_seqlens_q=offsets[0],
+                cu_seqlens_k=offsets[1],
             ),  # fmt: skip
             Options(options.softmax_scale, part.window, options.softcap, use_clc),
             longest,

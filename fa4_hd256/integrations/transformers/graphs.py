@@ -155,7 +155,18 @@ def masked_backward(
         offsets, longest = counted(mask)
         of_dout, of_q, of_k, of_v, of_out = (t.flatten(0, 1) for t in (dout, q, k, v, out))
         *gradients, dsink = gradients_of_results(
-            BackwardTensors(of_dout, None, of_q, of_k, of_v, of_out, lse, sink, offsets, offsets),
+            BackwardTensors(
+                of_dout,
+                None,
+                of_q,
+                of_k,
+                of_v,
+                of_out,
+                lse,
+                sink,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+            ),  # fmt: skip
             Options.check(scale, False, (left, right), softcap, use_clc),
             (longest, longest),
             backward_config=config,

@@ -39,6 +39,7 @@ from ..rows.gathered import (
     load_rows,
     page_sizes,
 )
+from ..rows.output_gate import by_rows
 from ..rows.pages import PagedKeys, box_rows, load_pages
 from ..rows.sequences import (
     TilePlace,
@@ -106,7 +107,8 @@ class ForwardCommon:
 
         optional: a tuple of what the problem class requests, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
-        v, (entries, heads_kv) float32, then what functions of the call read.
+        v, (entries, heads_kv) float32, then the gate of the result, then what functions of the call
+        read.
         """
         out, lse = results[:2]
         columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
@@ -150,7 +152,17 @@ class ForwardCommon:
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
         scales = dict(zip(DESCALES, self.descales(tensors.optional), strict=True))
-        return {"sink": sink, "num_splits": num_splits, **scales}
+        form = self.problem_class.out_gate
+        gate = by_rows(form, self._out_gate(tensors.optional)) if form else None
+        gates = {"out_gate": gate, "gate_form": form}
+        return {"sink": sink, "num_splits": num_splits, **scales, **gates}
+
+    def _out_gate(self, optional: Any) -> cute.Tensor:
+        """The gate of the result, where the problem class has one."""
+        problem = self.problem_class
+        scales = len(DESCALES) if problem.descale else 0
+        gate: cute.Tensor = tuple(optional)[problem.sink + len(problem.ragged) + scales]
+        return gate
 
     def tile_problem(
         self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any

@@ -13,6 +13,7 @@ from ...schedulers.protocol import WorkTile
 from ..context import KernelContext
 from ..mask.masking import KvSplit
 from ..operands import TmaTensor
+from ..rows.output_gate import row_of_gate
 from ..rows.part_list import PartList
 from ..rows.sequences import Sequence
 
@@ -56,6 +57,10 @@ class ForwardContext(KernelContext):
     #: sequences, or of pages where the problem class says so; a side of size 1 has one for all.
     k_descale: cute.Tensor | None = None
     v_descale: cute.Tensor | None = None
+    #: Gate of the result as `output_gate.by_rows` has it, None without one; gate_form: what has a
+    #: value of it.
+    out_gate: cute.Tensor | None = None
+    gate_form: str = ""
 
     @property
     def listed(self) -> PartList | None:
@@ -99,6 +104,12 @@ class ForwardContext(KernelContext):
         if cutlass.const_expr(self.listed is not None):
             return Int32(0)
         return queries.offset
+
+    def gate_row(self, work: WorkTile, query: Int32, head: Int32) -> Any:
+        """Return the gate of a row that exists, as `output_gate.row_of_gate` does."""
+        queries = self.query(work)
+        place = queries.offset + query
+        return row_of_gate(self.gate_form, self.out_gate, place, head, queries.batch)
 
     def result_row(self, work: WorkTile, query: Int32, head: Int32) -> cute.Tensor:
         """Return (256,) of `out` in global memory."""

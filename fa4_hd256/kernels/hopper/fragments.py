@@ -15,9 +15,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Uint32
 
 from ..limits import HEAD_DIM
+from ..rows.output_gate import Columns
 from .instructions import COLUMN_GROUP, QUAD, rows_of, transpose_quad
 
-__all__ = ["exchanged_words", "rescale", "store_exchanged", "store_float32", "store_row"]
+__all__ = [
+    "exchanged_words",
+    "rescale",
+    "row_columns",
+    "store_exchanged",
+    "store_float32",
+    "store_row",
+]
 
 
 @cute.jit
@@ -26,6 +34,13 @@ def rescale(o: cute.Tensor, factors: tuple[Float32, Float32]):
     if cute.arch.vote_any_sync((factors[0] < Float32(1.0)) | (factors[1] < Float32(1.0))):
         for row, factor in zip(rows_of(o), factors, strict=True):
             row.store(row.load() * factor)
+
+
+def row_columns() -> list[Columns]:
+    """Return which columns of a row of 256 a lane has in its fragment."""
+    lane = cute.arch.thread_idx()[0] % QUAD
+    groups = range(HEAD_DIM // COLUMN_GROUP)
+    return [Columns(2 * n, n * COLUMN_GROUP + 2 * lane, 2) for n in groups]
 
 
 def store_float32(values: cute.Tensor, out: cute.Tensor) -> None:

@@ -7,6 +7,11 @@ part is P * (dP - rowsum(P * dP)), where rowsum(P * dP) = rowsum(dO * O), and dL
 (FlashAttention, arXiv 2205.14135, appendix B; arXiv 2307.08691, 3.1.2).  Both are negated, ready
 to be added two at a time.
 
+With a gate of the result, out = sigmoid(gate) * O, the gradient of out is brought to that of O:
+dO = sigmoid(gate) * dout, which is written, and since dO * O = dout * out delta stays as it is.
+dgate = dout * out * (1 - sigmoid(gate)), summed over the columns where a gate has one value of a
+row.
+
 A row that sees no key, and every row with which a sequence is filled up to a multiple of
 `PADDING`, gets -inf and 0: its probabilities and its gradients vanish without a mask.
 
@@ -29,12 +34,16 @@ from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
+from ..problem_class import GATE_OF_HEADS
+from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate, sigmoid
 from ..rows.sequences import (
+    LANE_COLUMNS,
     PADDING,
     Sequence,
     Sequences,
     SequenceTensors,
     by_sequence,
+    lane_columns,
     load_lane_columns,
 )
 
@@ -48,12 +57,13 @@ class PreprocessClass:
     """Facts of a call that are compiled into the preprocess kernel.
 
     dtype: of out and dout. lse_gradient: the gradient of the LSE is given. ragged: which of
-    cu_seqlens_q and seqused_q are given.
+    cu_seqlens_q and seqused_q are given. out_gate: as of `ProblemClass`.
     """
 
     dtype: torch.dtype
     lse_gradient: bool = False
     ragged: tuple[str, ...] = ()
+    out_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,14 +95,21 @@ class PreprocessConfig:
 
 
 class PreprocessRows(NamedTuple):
-    """Tensors that the preprocess kernel reads: out, dout (batch, seqlen_q, heads, 256); lse, and
-    dlse where the problem class has it, else None: (batch, heads, seqlen_q) float32, any
-    strides."""
+    """Tensors of rows that the preprocess kernel reads: out, dout (batch, seqlen_q, heads, 256);
+    lse, and dlse where the problem class has it, else None: (batch, heads, seqlen_q) float32, any
+    strides.
+
+    With a gate: gate, that of out, as the forward has it; do, like out, and dgate, like gate, which
+    it writes. Else None.
+    """
 
     out: Any
     dout: Any
     lse: Any
     dlse: Any
+    gate: Any = None
+    do: Any = None
+    dgate: Any = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,11 @@ class PreprocessKernel:
         tile_rows = self.config.tile_rows
         blocks = (max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
         sizes = tuple(Int32(size) for size in (seqlen_q, heads, blocks))
-        rows = PreprocessRows(out, dout, rows.lse, rows.dlse)
+        form = self.problem_class.out_gate
+        gates: tuple[cute.Tensor, ...] = ()
+        if cutlass.const_expr(form):
+            gates = by_rows(form, rows.gate), by_sequence(rows.do), by_rows(form, rows.dgate)
+        rows = PreprocessRows(out, dout, rows.lse, rows.dlse, *gates)
         self.kernel(rows, stats, sequences, sizes).launch(
             grid=(heads * blocks * batch, 1, 1),
             block=(self.config.num_warps * WARP_SIZE, 1, 1),
@@ -187,8 +208,59 @@ class PreprocessKernel:
             for i, (out, dout) in enumerate(pairs):
                 product = out.load().to(Float32) * dout.load().to(Float32)
                 total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
-                mine = cutlass.select_(lane == start + i, cute.arch.warp_reduction_sum(total), mine)
+                is_mine = lane == start + i
+                total = cute.arch.warp_reduction_sum(total)
+                if cutlass.const_expr(self.problem_class.out_gate):
+                    if first + start + i < sequence.length:
+                        place = indices[i], context.head, sequence.batch
+                        self._through_gate(context, place, (dout, product), total)
+                mine = cutlass.select_(is_mine, total, mine)
         return mine
+
+    def _through_gate(
+        self,
+        context: _Context,
+        place: tuple[Int32, Int32, Int32],
+        of_lane: tuple[cute.Tensor, Any],
+        total: Float32,
+    ) -> None:
+        """Write dO and the gradient of the gate of a row.
+
+        place: (row, head, batch entry); of_lane: (dout, dout * out) of this lane's columns; total:
+        the sum of the latter over the row.
+        """
+        (dout, product), rows, lane = of_lane, context.rows, cute.arch.lane_idx()
+        form, (row, head, batch) = self.problem_class.out_gate, place
+        scaled = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        scaled.store(dout.load().to(Float32))
+        of_row = row_of_gate(form, rows.gate, *place)
+        columns = neighbours(lane * LANE_COLUMNS, LANE_COLUMNS)
+        multiply_by_gate(scaled, of_row, columns)
+        rounded = cute.make_rmem_tensor(LANE_COLUMNS, dout.element_type)
+        rounded.store(scaled.load().to(dout.element_type))
+        cute.autovec_copy(rounded, lane_columns(rows.do[row, None, head, batch], lane))
+        if cutlass.const_expr(form == GATE_OF_HEADS):
+            # Every lane writes the same.
+            closed = sigmoid(-of_row.to(Float32))
+            rows.dgate[row, head, batch] = (total * closed).to(rows.dgate.element_type)
+        else:
+            self._store_dgate(rows, place, product, of_row)
+
+    def _store_dgate(
+        self, rows: PreprocessRows, place: tuple[Int32, Int32, Int32], product: Any, gate: Any
+    ) -> None:
+        """Write dout * out * (1 - sigmoid(gate)) of this lane's columns."""
+        row, head, batch = place
+        lane = cute.arch.lane_idx()
+        found = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        found.store(product)
+        own = load_lane_columns(gate, lane)
+        for i in range(LANE_COLUMNS):
+            # 1 - sigmoid(x) is sigmoid(-x), without a difference of near numbers.
+            found[i] = found[i] * sigmoid(-own[i].to(Float32))
+        rounded = cute.make_rmem_tensor(LANE_COLUMNS, own.element_type)
+        rounded.store(found.load().to(own.element_type))
+        cute.autovec_copy(rounded, lane_columns(rows.dgate[row, None, head, batch], lane))
 
     @cute.jit
     def _store(

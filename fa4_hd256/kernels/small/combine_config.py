@@ -23,13 +23,15 @@ SLICES = 4, 2, 1
 
 @dataclass(frozen=True)
 class CombineClass:
-    """Facts of a call that are compiled into the kernel that combines listed splits.
+    """Facts of a call that are compiled into the kernel that combines KV splits.
 
-    dtype: of out. packed: queries are packed by cu_seqlens_q.
+    dtype: of out. packed: splits are listed, and queries packed by cu_seqlens_q. out_gate: as of
+    `ProblemClass`.
     """
 
     dtype: torch.dtype
     packed: bool = False
+    out_gate: str = ""
 
     @property
     def element_type(self) -> Any:

@@ -35,6 +35,7 @@ from cutlass.memory import SmemAllocator
 
 from ...softmax_emu.exp2 import exp2_row_factor
 from ..limits import FLOAT_BYTES, WARP_SIZE
+from ..rows.output_gate import Columns, by_rows, multiply_by_gate, neighbours, row_of_gate
 from ..rows.part_list import PartList
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 from .combine_config import CombineClass, CombineConfig
@@ -51,31 +52,31 @@ ALONE_BYTES = 116 << 10
 class CombineKernel:
     """Launch with `__call__`, under `cute.compile`.
 
-    dtype: of out, cutlass.BFloat16 or Float16.
+    problem_class: dtype of out, and its gate.
     """
 
-    def __init__(self, config: CombineConfig, dtype: Any) -> None:
+    def __init__(self, config: CombineConfig, problem_class: CombineClass) -> None:
         self.config = config
-        self.dtype = dtype
+        self.problem_class = problem_class
+        self.dtype = problem_class.element_type
 
     @cute.jit
     def __call__(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         stream: Any,
     ) -> None:
         """parts: (batch * splits, seqlen, heads, 256) and (batch * splits, heads, seqlen), float32,
         the parts of a batch entry one after the other, at most `WARP_SIZE * lane_parts` of them.
-        results: out (batch, seqlen, heads, 256) and lse (batch, heads, seqlen) float32."""
+        results: out (batch, seqlen, heads, 256) and lse (batch, heads, seqlen) float32, then the
+        gate of out, which is read, where the problem class has one."""
         batch, seqlen, heads, _ = results[0].shape
         splits = cute.size(parts[0], mode=[0]) // batch
         sizes = tuple(Int32(size) for size in (seqlen, heads, batch, splits))
         num_warps, rows = self.config.num_warps, self.config.cta_rows
         count = batch * seqlen * heads * self.config.slices
-        self.kernel(
-            (by_sequence(parts[0]), parts[1]), (by_sequence(results[0]), results[1]), sizes
-        ).launch(
+        self.kernel((by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes).launch(
             grid=((count + rows - 1) // rows, 1, 1),
             block=(num_warps * WARP_SIZE, 1, 1),
             stream=stream,
@@ -86,7 +87,7 @@ class CombineKernel:
     def kernel(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         sizes: tuple[Int32, Int32, Int32, Int32],
     ) -> None:
         """A row, or a slice of one, for each `row_warps`; neighbouring rows are neighbouring
@@ -112,6 +113,24 @@ class CombineKernel:
             if is_row:
                 self.combine_row(parts, results, source, place)
 
+    def results_by_rows(self, results: tuple[cute.Tensor, ...]) -> tuple[cute.Tensor, ...]:
+        """Return out as (seqlen, 256, heads, batch), the LSE, and the gate as `by_rows` has it."""
+        out, lse, *gate = results
+        form = self.problem_class.out_gate
+        return by_sequence(out), lse, *(by_rows(form, one) for one in gate)
+
+    def _multiply_by_gate(
+        self,
+        values: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        place: tuple[Int32, Int32, Int32],
+        columns: list[Columns],
+    ) -> None:
+        """Apply the gate to some columns of a row of the results, (row, head, batch entry)."""
+        if self.problem_class.out_gate:
+            of_row = row_of_gate(self.problem_class.out_gate, results[2], *place)
+            multiply_by_gate(values, of_row, columns)
+
     def _keep_alone(self) -> None:
         """Shared memory that nobody uses, where one CTA is to have an SM."""
         if self.config.alone:
@@ -121,7 +140,7 @@ class CombineKernel:
     def combine_row(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         source: tuple[Int32, Int32, Int32, Int32],
         place: tuple[Int32, Int32, Int32],
     ) -> None:
@@ -129,7 +148,7 @@ class CombineKernel:
         head, batch entry) of the results."""
         row, head, batch = place
         part_out, part_lse = parts
-        out, lse = results
+        out, lse = results[:2]
         lane, at_once = cute.arch.lane_idx(), self.config.parts_at_once
         own = self._own_lses(part_lse, source)
         weights, total = self._weights(own)
@@ -138,6 +157,7 @@ class CombineKernel:
         for start in cutlass.range(0, source[3], at_once, unroll=1):
             loaded = self._load_turn(part_out, source, start)
             self._add_turn(sums, loaded, (weights, own), start)
+        self._multiply_by_gate(sums, results, place, neighbours(lane * LANE_COLUMNS, LANE_COLUMNS))
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
         cute.autovec_copy(rounded, lane_columns(out[row, None, head, batch], lane))
@@ -148,7 +168,7 @@ class CombineKernel:
     def _combine_together(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         source: tuple[Int32, Int32, Int32, Int32],
         which: tuple[Int32, Int32, Int32, Int32, Boolean],
     ) -> None:
@@ -156,7 +176,7 @@ class CombineKernel:
         head, batch entry, number of the slice, whether it is one) of the results."""
         row, head, batch, part_of_row, is_row = which
         part_out, part_lse = parts
-        out, lse = results
+        out, lse = results[:2]
         config, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         turns = config.num_warps * config.slices
@@ -191,9 +211,10 @@ class CombineKernel:
                 cute.autovec_copy(of_turn, values)
                 for column in range(columns):
                     found[column] = found[column] + values[column]
+            begin = part_of_row * config.columns + thread * columns
+            self._multiply_by_gate(found, results, which[:3], neighbours(begin, columns))
             rounded = cute.make_rmem_tensor(columns, self.dtype)
             rounded.store(found.load().to(self.dtype))
-            begin = part_of_row * config.columns + thread * columns
             cute.autovec_copy(rounded, columns_of(out[row, None, head, batch], begin, columns))
         if is_row & (thread == 0) & (part_of_row == 0):
             lse[batch, head, row] = total
@@ -311,14 +332,13 @@ class RaggedCombineKernel(CombineKernel):
     def __init__(self, config: CombineConfig, problem_class: CombineClass) -> None:
         if config.shares_rows:
             raise ValueError("warps share rows; accepted: a warp for each row")
-        super().__init__(config, problem_class.element_type)
-        self.problem_class = problem_class
+        super().__init__(config, problem_class)
 
     @cute.jit
     def __call__(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         lists: tuple[cute.Tensor, ...],
         stream: Any,
     ) -> None:
@@ -334,7 +354,7 @@ class RaggedCombineKernel(CombineKernel):
         count = batch * seqlen * heads
         rows = self.config.cta_rows
         self.ragged_kernel(
-            (by_sequence(parts[0]), parts[1]), (by_sequence(results[0]), results[1]), sizes, lists
+            (by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes, lists
         ).launch(
             grid=((count + rows - 1) // rows, 1, 1),
             block=(self.config.num_warps * WARP_SIZE, 1, 1),
@@ -346,7 +366,7 @@ class RaggedCombineKernel(CombineKernel):
     def ragged_kernel(
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         sizes: tuple[Int32, ...],
         lists: tuple[cute.Tensor, ...],
     ) -> None:
@@ -373,10 +393,10 @@ class RaggedCombineKernel(CombineKernel):
 
     @cute.jit
     def _refuse_row(
-        self, results: tuple[cute.Tensor, cute.Tensor], place: tuple[Int32, Int32, Int32]
+        self, results: tuple[cute.Tensor, ...], place: tuple[Int32, Int32, Int32]
     ) -> None:
         """NaN in one row.  place: (row, head, batch entry)."""
-        (out, lse), (row, head, batch) = results, place
+        (out, lse), (row, head, batch) = results[:2], place
         values = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         values.fill(math.nan)
         cute.autovec_copy(values, lane_columns(out[row, None, head, batch], cute.arch.lane_idx()))

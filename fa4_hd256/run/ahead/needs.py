@@ -38,7 +38,13 @@ from ...kernels.functions.user_functions import FunctionClass
 from ...kernels.kernel_set import kernels_of
 from ...kernels.limits import HEAD_DIM
 from ...kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ...kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from ...kernels.problem_class import (
+    GATE_OF_ELEMENTS,
+    KV_DTYPES,
+    OF_PAGES,
+    OF_SEQUENCES,
+    OUT_GATE,
+)
 from ...kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -109,6 +115,7 @@ FLAGS = (
     "max_logits",
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
+    OUT_GATE,
 )
 
 
@@ -129,7 +136,8 @@ class Needs:
     rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
     q's dtype. cache_batch_idx, cache_leftpad: whether calls of flash_attn_with_kvcache with
     cache_seqlens give these, too, each by itself and both; a call without cache_seqlens takes the
-    same kernels if it is given that of all rows, k_cache.shape[1].
+    same kernels if it is given that of all rows, k_cache.shape[1]. out_gate: whether calls are
+    given one shaped like q, too.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -148,6 +156,7 @@ class Needs:
     max_logits: bool = False
     cache_batch_idx: bool = False
     cache_leftpad: bool = False
+    out_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
@@ -251,8 +260,9 @@ def specs_of(
     for problem in _forward_problems(model, needs, architecture):
         for call in _divided(problem, where, needs):
             specs |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
-    for dtype in needs.dtypes:
-        specs |= dict.fromkeys(_combines(dtype, architecture))
+    forms = ("", GATE_OF_ELEMENTS) if needs.out_gate else ("",)
+    for dtype, form in itertools.product(needs.dtypes, forms):
+        specs |= dict.fromkeys(_combines(dtype, architecture, form))
     specs |= dict.fromkeys(
         append_spec(append_class, architecture) for append_class in _appends(model, needs)
     )
@@ -319,12 +329,15 @@ def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) ->
 
 
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
-    """Yield each, and where requested with ALiBi: slopes of heads, and of sequences and heads."""
+    """Yield each, and where requested with ALiBi: slopes of heads, and of sequences and heads; and
+    with a gate of the result."""
     for problem in problems:
         yield problem
         if needs.alibi and problem.kv_dtype is None:
             for slopes in _SLOPES:
                 yield replace(problem, options=replace(problem.options, score_mod=slopes))
+        if needs.out_gate:
+            yield replace(problem, out_gate=GATE_OF_ELEMENTS)
 
 
 def _problems(
@@ -437,6 +450,8 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
     ]
     for name, (kind, rank) in zip(problem.function_tensors, forms, strict=True):
         views[name] = View.contiguous(name, (1,) * int(rank), getattr(torch, kind))
+    if problem.out_gate:
+        views[OUT_GATE] = View.contiguous(OUT_GATE, problem.q_shape, problem.dtype)
     for name in problem.scales:
         views[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
     for name in problem.ragged:
@@ -447,8 +462,11 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
 
 
 @functools.cache
-def _combines(dtype: torch.dtype, architecture: Architecture) -> tuple[KernelSpec, ...]:
-    """Return the combining kernels of any number of splits and rows."""
+def _combines(
+    dtype: torch.dtype, architecture: Architecture, out_gate: str
+) -> tuple[KernelSpec, ...]:
+    """Return the combining kernels of any number of splits and rows. out_gate: as of
+    `ProblemClass`."""
     kernels = kernels_of(architecture)
     rule = kernels.combine
     bounds = sorted(
@@ -458,8 +476,9 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> tuple[KernelSpe
     builder = PlanBuilder(torch.device("cpu"), {})
     whole = Problem(
         (1, 1, 1, HEAD_DIM), 1, 1, 1, dtype, builder.device, Options(1.0), False, (), architecture,
-        kernels.forward_tiles()[0],
+        kernels.forward_tiles()[0], out_gate=out_gate,
     )  # fmt: skip
+    gate = (View.contiguous(OUT_GATE, whole.q_shape, dtype),) if out_gate else ()
     results = (
         View.contiguous("out", whole.q_shape, torch.float32),
         View.contiguous("lse", whole.lse_shape, torch.float32),
@@ -467,7 +486,7 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> tuple[KernelSpe
     for parts in range(2, MOST_PARTS + 1):
         for rows in (*bounds, bounds[-1] << 8):
             problem = replace(whole, q_shape=(1, rows, 1, HEAD_DIM), num_splits=parts)
-            add_combine(builder, problem, results, results, {})
+            add_combine(builder, problem, results, (*results, *gate), {})
     return builder.plan().specs
 
 

@@ -37,6 +37,7 @@ _ALSO = {
     "--max-logits": "of calls with return_max_logits",
     "--cache-batch-idx": "of calls over a cache with that",
     "--cache-leftpad": "of calls over a cache with that",
+    "--out-gate": "of calls with a gate of the result",
 }
 
 

@@ -19,7 +19,7 @@ _PLAIN: dict[str, Any] = {
     "softmax_scale": 0.0625, "window_left": UNBOUNDED, "window_right": UNBOUNDED,
     "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
     "backward_config": "", "num_splits": 1, "backward_use_clc": False, "score_mod": None,
-    "mask_mod": None, "listed_tiles": 0, "wanted": [True, True, False],
+    "mask_mod": None, "listed_tiles": 0, "wanted": [True, True, False, False],
     "rotary_interleaved": True,
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import empty_results
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.small.combine_config import CombineConfig
+from fa4_hd256.kernels.small.combine_config import CombineClass, CombineConfig
 from fa4_hd256.run import compile
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
@@ -61,7 +61,7 @@ def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
 def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     """The bit of the ELF header that ties a cubin to one compute capability is not set."""
     one_gpu, shipped = 8, BLACKWELL.targets[0]
-    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    spec = KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))
     flags = {
         target: elf_flags(compiled_for(target, spec, monkeypatch))
         for target in ("sm_100a", "sm_103a", shipped)
@@ -77,7 +77,7 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
 )  # fmt: skip
 def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected):
     """The cache key follows, too: binaries of one are not taken for those of the other."""
-    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    spec = KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))
     before = compile.cache_key(spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
@@ -110,5 +110,5 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
 @pytest.mark.parametrize("target", BLACKWELL.targets)
 def test_targets_of_the_family_may_be_set(monkeypatch, target):
     monkeypatch.setenv("CUTE_DSL_ARCH", target)
-    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    spec = KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))
     assert f".target {BLACKWELL.targets[0]}" in str(compile.trace_and_compile(spec).artifacts.PTX)

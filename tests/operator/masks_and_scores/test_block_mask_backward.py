@@ -205,7 +205,7 @@ def test_opcheck_of_some_gradients(device):
     given = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse}
     lists = {"mask_blocks": mask.blocks, "mask_key_bits": mask.key_bits}
     operator = torch.ops.fa4_hd256.backward.default
-    for wanted in ([True, False, False], [False, True, False]):
+    for wanted in ([True, False, False, False], [False, True, False, False]):
         torch.library.opcheck(operator, backward_arguments(**given, **lists, wanted=wanted))
 
 

@@ -41,8 +41,8 @@ def test_kernels_are_named_without_the_code_that_makes_them():
 
     spec = KernelSpec("forward", ForwardConfig(s_stages=1), ProblemClass(torch.bfloat16))
     assert described(spec) == "forward for sm_100a (dtype bfloat16; s_stages 1)"
-    combine = KernelSpec("forward_combine", ForwardConfig(), torch.float16)
-    assert described(combine) == "forward_combine for sm_100a (float16)"
+    parts = KernelSpec("backward_sum", ForwardConfig(), torch.float16)
+    assert described(parts) == "backward_sum for sm_100a (float16)"
 
 
 def test_compiling_is_a_step(monkeypatch, caplog):

@@ -35,7 +35,7 @@ def test_opcheck_of_the_backward(device):
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     of_rows = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     given = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
-    for wanted in ([True, True, False], [False, True, False]):
+    for wanted in ([True, True, False, False], [False, True, False, False]):
         call = backward_arguments(**of_rows, **given, window_right=0, wanted=wanted)
         torch.library.opcheck(operator, call)
 

@@ -19,6 +19,7 @@ from checkout import ROOT
 from fa4_hd256 import __version__, flash_attn_func, use_prebuilt
 from fa4_hd256.__main__ import main
 from fa4_hd256.architectures import ARCHITECTURES
+from fa4_hd256.kernels.small.combine_config import CombineClass
 from fa4_hd256.run import compile, keys
 from fa4_hd256.run.ahead import build as builder
 from fa4_hd256.run.ahead import prebuilt
@@ -560,7 +561,10 @@ print(dict(compile.counters))
 def ranks(spec, tmp_path):
     """Start processes that request the same small kernel, in an empty cache."""
     small = KernelSpec(
-        "forward_combine", spec.kernels.combine.of(2, 8), torch.bfloat16, ARCHITECTURES[0]
+        "forward_combine",
+        spec.kernels.combine.of(2, 8),
+        CombineClass(torch.bfloat16),
+        ARCHITECTURES[0],
     )
     environment = {
         **os.environ, "FA4_HD256_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)

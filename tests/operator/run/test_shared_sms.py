@@ -13,7 +13,7 @@ from fa4_hd256.call.forward_problem import backward_use_clc, forward_use_clc
 from fa4_hd256.call.process import sms_are_shared
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
-from fa4_hd256.kernels.small.combine_config import CombineConfig
+from fa4_hd256.kernels.small.combine_config import CombineClass, CombineConfig
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.isa import load_table
@@ -91,7 +91,7 @@ def kernels(use_clc: bool):
     for kind in ("backward_dv", "backward_products", "backward_dkdv", "backward_dq"):
         yield KernelSpec(kind, config.of_kernel(kind), GradientClass(problem))
     if not use_clc:
-        yield KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+        yield KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))
         yield KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(torch.bfloat16))
 
 

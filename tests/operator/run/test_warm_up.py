@@ -586,17 +586,18 @@ def test_plans_of_calls_name_kernels_that_are_known(arch, packed, monkeypatch):
     shape = (1, 40) if packed else (2, 20)
     q, out, dout = (torch.zeros(*shape, 8, 256).bfloat16() for _ in range(3))
     k, v = (torch.zeros(*shape, 2, 256).bfloat16() for _ in "kv")
-    lse, ragged = torch.zeros(shape[0], 8, shape[1]), ()
+    lse, ragged = torch.zeros(shape[0], 8, shape[1]), dict[str, torch.Tensor]()
     if packed:
-        ragged = tuple(torch.tensor([0, 13, 40], dtype=torch.int32) for _ in "qk")
+        names = "cu_seqlens_q", "cu_seqlens_k"
+        ragged = {name: torch.tensor([0, 13, 40], dtype=torch.int32) for name in names}
         values = values._replace(max_seqlen_q=27, max_seqlen_k=27)
     for splits, use_clc in itertools.product((1, 3), (False, True)):
         own = values._replace(num_splits=splits, use_clc=use_clc)
-        tensors = ForwardTensors(q, k, v, None, *ragged)
+        tensors = ForwardTensors(q, k, v, None, **ragged)
         found |= set(forward.plan_call((*tensors, None), own).specs)
-    given = BackwardTensors(dout, None, q, k, v, out, lse, None, *ragged)
+    given = BackwardTensors(dout, None, q, k, v, out, lse, None, **ragged)
     for wanted in ((True, False), (False, True), (True, True)):
-        asked = values.of_backward((*wanted, False))
+        asked = values.of_backward((*wanted, False, False))
         found |= set(backward.plan_call(given, asked).specs)
     kinds = {spec.kind for spec in found}
     assert {"forward_combine", "backward_preprocess"} < kinds and len(kinds) > 5

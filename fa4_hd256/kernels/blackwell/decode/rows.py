@@ -18,6 +18,7 @@ from ....schedulers.protocol import WorkTile
 from ...forward.decode_rows import TileRows
 from ...functions.kernel_functions import KernelFunctions, ScorePlaces
 from ...plan.edges import SharedByReference
+from ...rows.output_gate import gated
 from .context import BlackwellDecodeContext
 
 __all__ = ["GroupRows"]
@@ -97,13 +98,19 @@ class GroupRows(SharedByReference):
         first_query, queries = self.queries(context, work)
         packed, length = self.tile.packed, context.query(work).length
         first_head, of_query = self.first_head(context), self.of_query
+        smaller = min if isinstance(first_head, int) else cutlass.min
         for query in cutlass.range_constexpr(queries):
             if first_query + query < length:
                 for number in cutlass.range_constexpr(min(packed, of_query)):
                     in_group = first_head + number
                     head = work.head * packed + in_group
                     out = context.result_row(work, first_query + query, head)
-                    value = values[query * of_query + number].to(out.element_type)
+                    value = values[query * of_query + number]
+                    if cutlass.const_expr(context.out_gate is not None):
+                        own = work.head * packed + smaller(in_group, packed - 1)
+                        gate = context.gate_row(work, first_query + query, own)
+                        value = gated(value, gate, column)
+                    value = value.to(out.element_type)
                     if cutlass.const_expr(self.tile.of_query > packed > of_query):
                         # The last group's last rows are padding.
                         if in_group < packed:

@@ -49,6 +49,7 @@ from ...mask.block_mask import ListedTile
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...problem_class import ProblemClass
 from ...ranges import traced
+from ...rows.output_gate import multiply_by_gate, neighbours
 from ...rows.pages import PagedTile
 from ..instructions import (
     Mma,
@@ -620,9 +621,10 @@ class ForwardKernel(ForwardCommon, PairKernel):
         config, barriers = self.config, context.barriers
         fence_after_thread_sync()
         row = self._row_in_block()
-        if cutlass.const_expr(self.problem_class.split):
+        if cutlass.const_expr(self.problem_class.split or context.out_gate is not None):
             query, head = self.query_and_head(context, work, row)
             is_row = query < context.query(work).length
+        if cutlass.const_expr(self.problem_class.split):
             out = context.result_row(work, query, head)
             slices = cute.logical_divide(out, cute.make_layout(config.o_slice))
         else:
@@ -635,6 +637,11 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 fence_before_thread_sync()
                 barriers["o_free"].arrive(rings.o)
             multiply(values, inverse)
+            if cutlass.const_expr(context.out_gate is not None):
+                if is_row:
+                    begin = piece * config.o_slice
+                    gate = context.gate_row(work, query, head)
+                    multiply_by_gate(values, gate, neighbours(begin, config.o_slice))
             if cutlass.const_expr(self.problem_class.split):
                 if is_row:
                     cute.autovec_copy(values, slices[None, piece])

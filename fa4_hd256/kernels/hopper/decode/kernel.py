@@ -48,6 +48,7 @@ from ...operands import SharedMemory
 from ...plan.edges import RingState
 from ...problem_class import CallScalars, ProblemClass
 from ...ranges import traced
+from ...rows.output_gate import Columns, multiply_by_gate
 from ...rows.sequences import columns_of
 from ..instructions import (
     COLUMN_GROUP,
@@ -685,6 +686,9 @@ class DecodeE4m3Kernel(ForwardCommon):
                 values = cute.make_rmem_tensor(4, Float32)
                 for i in cutlass.range_constexpr(4):
                     values[i] = columns[i][number]
+                if cutlass.const_expr(context.out_gate is not None):
+                    gate = context.gate_row(work, query, work.head * packed + in_group)
+                    multiply_by_gate(values, gate, [Columns(0, first, 4)])
                 rounded = cute.make_rmem_tensor(4, out.element_type)
                 rounded.store(values.load().to(out.element_type))
                 cute.autovec_copy(rounded, columns_of(out, first, 4))

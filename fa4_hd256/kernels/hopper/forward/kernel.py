@@ -51,7 +51,8 @@ from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingState
 from ...problem_class import CallScalars, ProblemClass, query_rows
 from ...ranges import traced
-from ..fragments import exchanged_words, rescale, store_exchanged, store_float32
+from ...rows.output_gate import multiply_by_gate
+from ..fragments import exchanged_words, rescale, row_columns, store_exchanged, store_float32
 from ..instructions import (
     QUAD,
     WgmmaShape,
@@ -676,6 +677,9 @@ class ForwardKernel(ForwardCommon):
             is_row = row < query_rows.length
             if cutlass.const_expr(of_query > packed):
                 is_row = is_row & (in_part % of_query < packed)
+            if cutlass.const_expr(context.out_gate is not None):
+                if is_row:
+                    multiply_by_gate(values, context.gate_row(work, row, head), row_columns())
             if is_row:
                 if cute.arch.thread_idx()[0] % QUAD == 0:
                     self.store_lse(context, work, (row, head), softmax[number], lse, batch)

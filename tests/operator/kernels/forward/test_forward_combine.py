@@ -14,7 +14,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.small.combine_config import CombineConfig, CombineRule
+from fa4_hd256.kernels.small.combine_config import CombineClass, CombineConfig, CombineRule
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -247,7 +247,7 @@ def test_resources(dtype, splits, rows, name):
     """No spill and no local memory; registers few enough for 32 warps of an SM."""
     kernels = kernels_of(named(name))
     config = kernels.combine.of(splits, rows)
-    spec = KernelSpec("forward_combine", config, dtype, kernels.architecture)
+    spec = KernelSpec("forward_combine", config, CombineClass(dtype), kernels.architecture)
     usage = resource_usage(compile_kernel(spec).cubin)
     assert usage.stack == usage.local == 0
     assert usage.registers <= 64
