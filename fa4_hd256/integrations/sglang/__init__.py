@@ -2,7 +2,7 @@
 
 SGLang loads `plugin.register` in each of its processes, which registers the name:
 
-    python -m sglang.launch_server --model-path MODEL --attention-backend fa4_hd256 --page-size 64
+    python -m sglang.launch_server --model-path MODEL --attention-backend fa4_hd256
 
 The functions replace those of SGLang's flash-attention backend, before models are loaded, for
 models all of whose layers have head_dim 256:

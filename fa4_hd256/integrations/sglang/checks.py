@@ -8,7 +8,6 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
-from ...call.checks import check_pages
 from ...call.tree_mask import MOST_NODES
 from ...gpus.gpu import of_capability
 from ...kernels.limits import HEAD_DIM
@@ -45,15 +44,6 @@ def head_dims(runner: Any) -> set[tuple[int, int]]:
     return dims
 
 
-def takes_pages_of(rows: int) -> bool:
-    """Return True if the operator reads pages of so many rows."""
-    try:
-        check_pages((1, rows))
-    except ValueError:
-        return False
-    return True
-
-
 def check_runner(runner: Any) -> None:
     """Raise NotImplementedError or ValueError for what the backend cannot serve.
 
@@ -83,12 +73,11 @@ def check_runner(runner: Any) -> None:
     for layer in layers_of(runner):
         if dims_of(layer) == OURS:
             check_layer(layer)
-    if not takes_pages_of(runner.page_size):
+    nodes, topk = get_spec().speculative_num_draft_tokens, get_spec().speculative_eagle_topk or 0
+    if topk > 1 and not runner.is_draft_worker and nodes > MOST_NODES:
         raise ValueError(
-            f"page size is {runner.page_size}; accepted: a multiple of 16, --page-size 64"
+            f"speculative_num_draft_tokens is {nodes} with topk > 1; accepted: up to {MOST_NODES}"
         )
-    if (get_spec().speculative_eagle_topk or 0) > 1 and not runner.is_draft_worker:
-        _check_tree(runner)
 
 
 def _check_types(runner: Any) -> None:
@@ -108,21 +97,6 @@ def _check_types(runner: Any) -> None:
                 f"GPU has compute capability {capability[0]}.{capability[1]}; accepted: 9.0, 10.0 "
                 "and 10.3 (H100, H200, B200, B300)"
             )
-
-
-def _check_tree(runner: Any) -> None:
-    """Check drafts in a tree (EAGLE with topk > 1)."""
-    nodes = get_spec().speculative_num_draft_tokens
-    if nodes > MOST_NODES:
-        raise ValueError(
-            f"speculative_num_draft_tokens is {nodes} with topk > 1; accepted: up to {MOST_NODES}"
-        )
-    window = runner.sliding_window_size
-    if window is not None and window >= 0 and not takes_pages_of(1):
-        raise ValueError(
-            "speculative_eagle_topk is greater than 1 for a model with sliding windows, where each "
-            "draft has keys of its own, in pages of one row; accepted: --speculative-eagle-topk 1"
-        )
 
 
 def check_layer(layer: Any) -> None:

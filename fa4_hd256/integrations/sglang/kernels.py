@@ -40,15 +40,18 @@ def needs_of(runner: Any) -> Needs:
     """Return what calls of the backend are like."""
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn
     is_deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
-    has_blocks = any(layer.attn_type != AttentionType.DECODER for layer in layers_of(runner))
+    layers, has_trees = layers_of(runner), (get_spec().speculative_eagle_topk or 0) > 1
+    has_blocks = any(layer.attn_type != AttentionType.DECODER for layer in layers)
+    # Nodes of a tree have keys of their own in a layer with a window, in pages of one row.
+    has_nodes = has_trees and any(layer.sliding_window_size >= 0 for layer in layers)
     return Needs(
         forms=("packed-paged",),
         dtypes=(runner.dtype,),
-        page_sizes=(runner.page_size,),
+        page_sizes=(runner.page_size, 1) if has_nodes else (runner.page_size,),
         kv_dtypes=(torch.float8_e4m3fn if is_e4m3 else None,),
         batch_invariant=is_deterministic,
         cache_leftpad=has_blocks,
-        tree_mask=(get_spec().speculative_eagle_topk or 0) > 1,
+        tree_mask=has_trees,
     )
 
 

@@ -67,9 +67,10 @@ def engine(device):
     ],
     ids=["plain", "Gemma 2"],
 )
-def test_a_mixed_step(engine, layer_options, options):
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_a_mixed_step(engine, page_size, layer_options, options):
     """The layer writes new rows to the cache, then attends to all."""
-    server = engine(requests=3, window=layer_options.get("window"))
+    server = engine(requests=3, page_size=page_size, window=layer_options.get("window"))
     backend, layer = server.backend(), server.layer(**layer_options)
     assert type(backend) is SGLangBackend
     batch = server.batch(ForwardMode.MIXED, *MIXED)
@@ -183,6 +184,36 @@ def test_a_tree_of_drafts_is_verified(engine, mode):
     server.accurate(q, out, [NODES] * 2, keys, mask=masks)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_a_tree_in_a_layer_with_a_window(engine, page_size):
+    """The window counts positions: depths in the tree, not a node's place among the drafts. A node
+    has keys of its own, in pages of one row of the cache of windows."""
+    window = 11
+    server = engine(
+        speculative_eagle_topk=2, speculative_num_draft_tokens=NODES, window=window,
+        has_window_cache=True, page_size=page_size,
+    )  # fmt: skip
+    backend, prefixes, seen = server.backend(), [30, 4], tree()
+    mask = whole_mask(prefixes, seen, server.device)
+    batch, keys = verification(server, prefixes, mask)
+    backend.init_forward_metadata(batch)
+    depths = [int(row.sum()) - 1 for row in seen]
+    for layer_id, width in ((1, window), (0, -1)):
+        layer = server.layer(width, layer_id)
+        q, _, _, out = server.attended(backend, layer, batch, 2 * NODES)
+        masks = []
+        for count in prefixes:
+            one = whole_mask([count], seen, "cpu").view(NODES, -1)
+            if layer_id:
+                position = torch.tensor([*range(count), *(count + depth for depth in depths)])
+                one &= position >= position[count:, None] - window
+            masks.append(one[None, None])
+        server.accurate(q, out, [NODES] * 2, keys, layer_id, mask=masks)
+    wide = server.layer(window + 1, 1)
+    with pytest.raises(ValueError, match="window of 13 keys and drafts are a tree"):
+        server.attended(backend, wide, batch, 2 * NODES)
+
+
 def test_a_chain_of_drafts_is_verified(engine):
     server = engine(speculative_eagle_topk=1, speculative_num_draft_tokens=NODES)
     backend, layer = server.backend(), server.layer()
@@ -203,14 +234,15 @@ def branch_positions(prefix, branch, steps, page_size):
     return begin, range(begin + rest, begin + rest + steps)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_branches_of_a_draft(engine, captured):
+def test_branches_of_a_draft(engine, page_size, captured):
     """Each step of a draft attends to the prefix and to its own branch, over pages that SGLang
     lays out by branches; a replay reads the tensors of its capture."""
     branches, steps, prefixes = 2, 4, [30, 48]
     server = engine(
         speculative_eagle_topk=branches, speculative_num_steps=steps,
-        speculative_num_draft_tokens=NODES,
+        speculative_num_draft_tokens=NODES, page_size=page_size,
     )  # fmt: skip
     server.runner.is_draft_worker = True
     draft = SGLangDraft(server.runner, branches, steps)
@@ -379,6 +411,9 @@ KINDS = {
     "deterministic": ({}, {"enable_deterministic_inference": True}),
     "images": ({"window": 512}, {"window": 512}),
     "tree": ({}, {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": NODES}),
+    "tree and window": ({"window": 512},
+                        {"window": 512, "speculative_eagle_topk": 2,
+                         "speculative_num_draft_tokens": NODES}),
 }  # fmt: skip
 
 
@@ -396,7 +431,7 @@ def run_steps(server, backend, layer, kind):
         if kind == "sinks":
             options["sinks"] = torch.zeros(HEADS, device=server.device)
         server.attended(backend, layer, batch, sum(queries), **options)
-    if kind == "tree":
+    if kind.startswith("tree"):
         for prefixes in ([5], [900, 30], [600] * 20):
             mask = whole_mask(prefixes, tree(), server.device)
             backend.init_forward_metadata(verification(server, prefixes, mask)[0])
@@ -589,7 +624,7 @@ def test_kernels_that_are_loaded_with_a_model(engine):
     assert set(kind.masks) == {Mask(True), Mask(True, (11, None))}
     assert (kind.heads_q, kind.heads_kv, kind.sink) == (HEADS, HEADS // 2, True)
     needs = kernels.needs_of(server.runner)
-    assert needs.page_sizes == (16,) and needs.kv_dtypes == (torch.float8_e4m3fn,)
+    assert needs.page_sizes == (16, 1) and needs.kv_dtypes == (torch.float8_e4m3fn,)
     assert needs.tree_mask and not needs.batch_invariant
     model.layers.append(server.layer(logit_cap=30.0))
     assert [kind.softcap for kind in kernels.kinds_of_layers(server.runner)] == [0, 30]
@@ -620,7 +655,6 @@ def test_refusals(engine):
         ({"use_mla_backend": True}, NotImplementedError, "a model with MLA is not offered"),
         ({"dtype": torch.float32}, ValueError, "dtype is torch.float32"),
         ({"kv_cache_dtype": torch.float8_e5m2}, ValueError, "auto or fp8_e4m3"),
-        ({"page_size": 24}, ValueError, "page size is 24; accepted"),
         ({}, ValueError, "speculative_num_draft_tokens is 65"),
     ):  # fmt: skip
         before = {name: getattr(runner, name) for name in changes}
