@@ -18,6 +18,7 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
+from sm100_sim.isa import load_table
 from sm100_sim.isa.table import resolve
 from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, encode_matrix
 from sm100_sim.ptx.parser import parse_module
@@ -27,6 +28,7 @@ from sm100_sim.state.memory import GlobalMemory, poisoned_shared
 from sm100_sim.state.tensormap import TensorMap
 from sm100_sim.state.tmem import Tmem
 
+load_table()
 ALL = 0xFFFFFFFF
 HEADER = """.version 8.8
 .target sm_100a
