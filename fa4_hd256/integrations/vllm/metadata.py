@@ -24,7 +24,6 @@ always take the kernel for many rows, where a row's bits do not depend on its pl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -124,6 +123,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.is_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         #: Keys of causal requests and of the others, where flags are tensors: graphs keep these.
         self._lengths: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._largest_image = self._image_bound()
         if vllm_config.kernel_config.enable_jit_warmup:
             warm_up(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -263,10 +263,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self._longest_k(common),
         )
 
-    @functools.cached_property
-    def _largest_image(self) -> int | None:
-        """The most rows of an image: those of the smallest window which bounds what a row sees
-        before it, but not what it sees of its image. None for any number."""
+    def _image_bound(self) -> int | None:
+        """Return the most rows of an image: those of the smallest window which bounds what a row
+        sees before it, but not what it sees of its image. None for any number."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         windows = [
             layer.sliding_window

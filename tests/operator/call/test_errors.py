@@ -435,11 +435,12 @@ def test_every_check_comes_once(monkeypatch):
     flash_attn_varlen_func(**{**call, "k": k, "v": k, "learnable_sink": sink, "softcap": 1.0})
     # The longest sequence: of the queries, and of the keys.
     assert seen.pop("check_max_seqlen") == 2
-    # Checks of gradients, pages, padding, masks and bounds that are tensors are not on this way.
+    # Checks of gradients, gates, pages, padding, masks and bounds that are tensors are not on
+    # this way.
     others = {
         "bounds_of", "check_gradients", "check_leftpad", "check_lists", "check_mask",
-        "check_mask_of", "check_mask_options", "check_max_seqlen", "check_page_numbers",
-        "check_pages",
+        "check_mask_of", "check_mask_options", "check_max_seqlen", "check_out_gate",
+        "check_page_numbers", "check_pages",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}

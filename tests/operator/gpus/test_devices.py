@@ -143,7 +143,7 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     problem = SimpleNamespace(
         options=options,
         max_seqlen_k=4,
-        problem_class=None,
+        problem_class=SimpleNamespace(gathers=False),
         kernels=KERNELS,
         tiles=TILES,
         page_size=None,

@@ -167,15 +167,12 @@ def test_out_that_is_given(device, monkeypatch):
 
 
 @pytest.mark.skipif(
-    adapter_without("_fa4_flash_attention_forward_impl", "block_table"),
-    reason="this PyTorch's adapter knows neither block_table nor num_splits",
+    adapter_without("_fa4_flash_attention_forward_impl", "num_splits"),
+    reason="this PyTorch's adapter knows no num_splits",
 )
 def test_what_is_not_offered(device, adapted):
     q, k, v = inputs(device)
-    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 9, 9, 0.0, False, False)
-    with pytest.raises(ValueError, match="pages of 9 rows"):
-        adapted._fa4_flash_attention_forward_impl(*dense, block_table=table)
     with pytest.raises(ValueError, match=f"num_splits is {MOST_SPLITS + 1}"):
         adapted._fa4_flash_attention_forward_impl(*dense, num_splits=MOST_SPLITS + 1)
 

@@ -14,11 +14,11 @@ from fa4_hd256 import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    flops,
     masks,
 )
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
+from fa4_hd256.ops import flops
 
 OF_PAIR = 2 * 256
 

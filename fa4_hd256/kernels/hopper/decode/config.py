@@ -94,9 +94,15 @@ class E4m3WarpPlan(WarpPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        roles = {"scheduler": self.scheduler, "queries": self.queries}
-        if self.load is not None:
-            roles["load"] = self.load
+        roles = {} if self.load is None else {"load": self.load}
+        roles |= {"scheduler": self.scheduler, "queries": self.queries}
+        if self.gather is not None and not isinstance(self.gather, tuple):
+            raise TypeError(f"gather is {self.gather!r}; accepted: a tuple of warps, or None")
+        if (self.load is None) == (self.gather is None):
+            raise ValueError(
+                f"load is {self.load} and gather is {self.gather}; accepted: a warp that loads, or "
+                "warps that gather, and None for the other"
+            )
         if self.consumers != CONSUMERS:
             raise ValueError(
                 f"consumers is {self.consumers}; accepted is {CONSUMERS}: each warp has 16 keys of "
