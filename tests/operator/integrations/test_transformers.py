@@ -508,6 +508,7 @@ def padded_tokens(device):
     return ids, padding
 
 
+@pytest.mark.sampled
 def test_training_step(device):
     """Loss and parameter gradients of one step, with padding, against SDPA in float64."""
     model, exact = gemma(device)

@@ -52,6 +52,7 @@ def accurate(out, lse, inputs, **options):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled("causal", "few, split, of heads")
 def test_forward(name, device):
     case = CASES[name]
     inputs, gate = tensors(case, device)
@@ -60,6 +61,7 @@ def test_forward(name, device):
 
 
 @pytest.mark.parametrize("name", ["causal", "of heads"])
+@pytest.mark.sampled("causal")
 def test_gradients(name, device):
     """The gate has the same bits with the gradients of q, k and v, and alone."""
     case = CASES[name]
@@ -81,6 +83,7 @@ def test_gradients(name, device):
     assert torch.equal(of_gate, found["out_gate"])
 
 
+@pytest.mark.sampled
 def test_packed_sequences(device):
     """Rows behind the last offset belong to no sequence: their gate has no gradient."""
     (q, k, v), gate = tensors(CASES["causal"], device, batch=1)
@@ -103,6 +106,7 @@ def test_packed_sequences(device):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.sampled("torch.float8_e4m3fn")
 def test_a_cache_with_new_rows(kv_dtype, device):
     """The gate is that of the queries alone, also of the kernels for few rows."""
     (q, k, v), gate = tensors(CASES["few queries"], device)
@@ -118,6 +122,7 @@ def test_a_cache_with_new_rows(kv_dtype, device):
         accurate(rows[2], rows[3], (rows[0], *seen), **of_row)
 
 
+@pytest.mark.sampled
 def test_listed_parts(device):
     """The kernel that combines listed splits has the gate, too."""
     (q, k, v), gate = tensors(CASES["few queries"], device)
