@@ -79,7 +79,7 @@ def test_sequences_lie_one_behind_the_other(exact_room):
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.sampled("static-causal")
+@pytest.mark.sampled
 def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room):
     """Gradients are the reference's, in no more room than there are tiles, with the bits of calls
     whose lengths are not known."""

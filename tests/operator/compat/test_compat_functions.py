@@ -78,6 +78,7 @@ def attention(q, k, v, change=None, mask=None):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[None]
 
 
+@pytest.mark.sampled
 def test_a_score_mod_and_its_gradients(device):
     """A dense call has a 16-bit aux_tensor and a scalar."""
     torch.manual_seed(0)

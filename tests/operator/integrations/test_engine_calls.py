@@ -343,6 +343,7 @@ def test_sglang_does_not_divide_keys_but_by_a_list(device, monkeypatch):
     assert seen == [{"scheduler_metadata": listed}, {"num_splits": 1}, {"num_splits": 1}]
 
 
+@pytest.mark.sampled
 def test_sglang_drafts(device):
     """Target verification: keys before the drafts, all of them seen, with LSE to merge."""
     batch = Batch(device, [4, 4], [33, 50])

@@ -535,6 +535,7 @@ def test_training_step(device):
         assert error < wanted.norm().item() / 4, parameter
 
 
+@pytest.mark.sampled
 def test_float32_weights_under_autocast(device):
     """A trainer's bf16=True: the layers get float32 queries and keys. The padding is that of
     `test_training_step`, whose kernels serve here, too."""
