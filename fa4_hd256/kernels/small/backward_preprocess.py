@@ -35,7 +35,7 @@ from cutlass import Float32, Int32
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
 from ..problem_class import GATE_OF_HEADS
-from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate, sigmoid
+from ..rows.output_gate import by_rows, row_of_gate, sigmoid
 from ..rows.sequences import (
     LANE_COLUMNS,
     PADDING,
@@ -231,36 +231,30 @@ class PreprocessKernel:
         """
         (dout, product), rows, lane = of_lane, context.rows, cute.arch.lane_idx()
         form, (row, head, batch) = self.problem_class.out_gate, place
+        of_row, is_of_heads = row_of_gate(form, rows.gate, *place), form == GATE_OF_HEADS
+        own = [of_row] * LANE_COLUMNS if is_of_heads else load_lane_columns(of_row, lane)
+        gates = [own[i].to(Float32) for i in range(LANE_COLUMNS)]
         scaled = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         scaled.store(dout.load().to(Float32))
-        of_row = row_of_gate(form, rows.gate, *place)
-        columns = neighbours(lane * LANE_COLUMNS, LANE_COLUMNS)
-        multiply_by_gate(scaled, of_row, columns)
-        rounded = cute.make_rmem_tensor(LANE_COLUMNS, dout.element_type)
-        rounded.store(scaled.load().to(dout.element_type))
-        cute.autovec_copy(rounded, lane_columns(rows.do[row, None, head, batch], lane))
-        if cutlass.const_expr(form == GATE_OF_HEADS):
+        for i, gate in enumerate(gates):
+            scaled[i] = scaled[i] * sigmoid(gate)
+        self._store_columns(scaled, rows.do[row, None, head, batch], lane)
+        # 1 - sigmoid(x) is sigmoid(-x), without a difference of near numbers.
+        if cutlass.const_expr(is_of_heads):
             # Every lane writes the same.
-            closed = sigmoid(-of_row.to(Float32))
-            rows.dgate[row, head, batch] = (total * closed).to(rows.dgate.element_type)
+            dgate = total * sigmoid(-gates[0])
+            rows.dgate[row, head, batch] = dgate.to(rows.dgate.element_type)
         else:
-            self._store_dgate(rows, place, product, of_row)
+            scaled.store(product)
+            for i, gate in enumerate(gates):
+                scaled[i] = scaled[i] * sigmoid(-gate)
+            self._store_columns(scaled, rows.dgate[row, None, head, batch], lane)
 
-    def _store_dgate(
-        self, rows: PreprocessRows, place: tuple[Int32, Int32, Int32], product: Any, gate: Any
-    ) -> None:
-        """Write dout * out * (1 - sigmoid(gate)) of this lane's columns."""
-        row, head, batch = place
-        lane = cute.arch.lane_idx()
-        found = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
-        found.store(product)
-        own = load_lane_columns(gate, lane)
-        for i in range(LANE_COLUMNS):
-            # 1 - sigmoid(x) is sigmoid(-x), without a difference of near numbers.
-            found[i] = found[i] * sigmoid(-own[i].to(Float32))
-        rounded = cute.make_rmem_tensor(LANE_COLUMNS, own.element_type)
-        rounded.store(found.load().to(own.element_type))
-        cute.autovec_copy(rounded, lane_columns(rows.dgate[row, None, head, batch], lane))
+    def _store_columns(self, values: cute.Tensor, target: cute.Tensor, lane: Int32) -> None:
+        """Store this lane's columns of a row, rounded."""
+        rounded = cute.make_rmem_tensor(LANE_COLUMNS, target.element_type)
+        rounded.store(values.load().to(target.element_type))
+        cute.autovec_copy(rounded, lane_columns(target, lane))
 
     @cute.jit
     def _store(

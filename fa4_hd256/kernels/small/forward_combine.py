@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 
 from ...softmax_emu.exp2 import exp2_row_factor
 from ..limits import FLOAT_BYTES, WARP_SIZE
-from ..rows.output_gate import Columns, by_rows, multiply_by_gate, neighbours, row_of_gate
+from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate
 from ..rows.part_list import PartList
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 from .combine_config import CombineClass, CombineConfig
@@ -124,12 +124,12 @@ class CombineKernel:
         values: cute.Tensor,
         results: tuple[cute.Tensor, ...],
         place: tuple[Int32, Int32, Int32],
-        columns: list[Columns],
+        begin: Int32,
     ) -> None:
-        """Apply the gate to some columns of a row of the results, (row, head, batch entry)."""
-        if self.problem_class.out_gate:
-            of_row = row_of_gate(self.problem_class.out_gate, results[2], *place)
-            multiply_by_gate(values, of_row, columns)
+        """Apply the gate to the columns from `begin` on of a row of the results, (row, head, batch
+        entry)."""
+        of_row = row_of_gate(self.problem_class.out_gate, results[2], *place)
+        multiply_by_gate(values, of_row, neighbours(begin, cute.size(values)))
 
     def _keep_alone(self) -> None:
         """Shared memory that nobody uses, where one CTA is to have an SM."""
@@ -157,7 +157,8 @@ class CombineKernel:
         for start in cutlass.range(0, source[3], at_once, unroll=1):
             loaded = self._load_turn(part_out, source, start)
             self._add_turn(sums, loaded, (weights, own), start)
-        self._multiply_by_gate(sums, results, place, neighbours(lane * LANE_COLUMNS, LANE_COLUMNS))
+        if cutlass.const_expr(self.problem_class.out_gate):
+            self._multiply_by_gate(sums, results, place, lane * LANE_COLUMNS)
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
         cute.autovec_copy(rounded, lane_columns(out[row, None, head, batch], lane))
@@ -211,10 +212,12 @@ class CombineKernel:
                 cute.autovec_copy(of_turn, values)
                 for column in range(columns):
                     found[column] = found[column] + values[column]
-            begin = part_of_row * config.columns + thread * columns
-            self._multiply_by_gate(found, results, which[:3], neighbours(begin, columns))
+            if cutlass.const_expr(self.problem_class.out_gate):
+                column = part_of_row * config.columns + thread * columns
+                self._multiply_by_gate(found, results, which[:3], column)
             rounded = cute.make_rmem_tensor(columns, self.dtype)
             rounded.store(found.load().to(self.dtype))
+            begin = part_of_row * config.columns + thread * columns
             cute.autovec_copy(rounded, columns_of(out[row, None, head, batch], begin, columns))
         if is_row & (thread == 0) & (part_of_row == 0):
             lse[batch, head, row] = total
