@@ -145,11 +145,13 @@ def _dense() -> Iterator[Case]:
                 yield Case("dense", _equal(batch, seqlen), heads, heads_kv, causal)
 
 
-def ragged_lengths(count: int, longest: int, seed: int = 0) -> tuple[tuple[int, int], ...]:
-    """`count` lengths from 1 to `longest`, log-uniform: most are short."""
+def ragged_lengths(
+    count: int, longest: int, seed: int = 0, shortest: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """`count` lengths from `shortest` to `longest`, log-uniform: most are short."""
     generator = np.random.default_rng(seed)
-    lengths = np.exp(generator.uniform(0, np.log(longest), count)).astype(int)
-    return tuple((int(n), int(n)) for n in np.clip(lengths, 1, longest))
+    lengths = np.exp(generator.uniform(np.log(shortest), np.log(longest), count)).astype(int)
+    return tuple((int(n), int(n)) for n in np.clip(lengths, shortest, longest))
 
 
 def _varlen() -> Iterator[Case]:
@@ -212,6 +214,15 @@ def _head_groups() -> Iterator[Case]:
         yield Case("head groups", _equal(4, 4096), heads, heads_kv, True)
 
 
+def _mha() -> Iterator[Case]:
+    for heads in MHA_HEADS:
+        for seqlen in (4096, 8192):
+            yield Case("mha", _equal(1, seqlen), heads, heads, True)
+    for heads in MHA_HEADS:
+        for lengths in MHA_BATCHES:
+            yield Case("mha", lengths, heads, heads, True, packed=True)
+
+
 def _prompts() -> Iterator[Case]:
     for heads in (16, 8, 4):
         for seqlen in (2048, 8192, 32768):
@@ -243,6 +254,14 @@ GROUPS = {
     "unequal": _unequal,
 }
 
+#: Heads of MLA models whose K and V are expanded to head_dim 256 in prefill and training, without
+#: GQA: GLM-4.7-Flash; GLM-5 and Hy4. Their packed batches: a few prompts, and many.
+MHA_HEADS = (20, 64)
+MHA_BATCHES = (
+    ragged_lengths(8, 8192, shortest=512),
+    ragged_lengths(32, 4096, shortest=64),
+)  # fmt: skip
+
 #: Chosen by name, no parts of the whole suite: what docs/benchmarks.md has of an H200, and prompts
 #: for which NVIDIA has published cuDNN's rates.
 BY_NAME = {
@@ -252,6 +271,7 @@ BY_NAME = {
     "head groups": _head_groups,
     "chunked prefill": _chunked_prefill,
     "decode": _decode,
+    "mha": _mha,
     "prompts": _prompts,
 }
 

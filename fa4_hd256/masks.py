@@ -37,6 +37,7 @@ from .call.tile_mask import (
 from .call.tree_mask import tree_words
 from .gpus.devices import is_captured
 from .kernels.mask.block_mask import FULL, MASK_TILE
+from .kernels.mask.masking import WORD_BITS
 from .words import shown
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "documents",
     "from_block_mask",
     "from_dense",
+    "from_words",
     "in_sequences",
     "keys_of_rows",
     "kinds_of_blocks",
@@ -169,6 +171,36 @@ def from_dense(mask: torch.Tensor) -> TileMask:
     some, whole = by_tiles.any(5).any(3), by_tiles.all(5).all(3)
     kinds = some.to(torch.int8) + whole
     return TileMask.of(lengths, kinds, lambda b, h, q, k: mask[b, h, q, k])
+
+
+def from_words(words: torch.Tensor, seqlen_k: int) -> TileMask:
+    """Make a mask from packed bits, as indexers that choose keys of each query have them: bit j of
+    word w is set where a query sees key 32 w + j.
+
+    words: int32, (seqlen_q, ceil(seqlen_k / 32)) or (1 or batch, 1 or heads, seqlen_q, that). Bits
+    behind the last key count for nothing. Tiles are copied, so this takes a fraction of what
+    `from_dense` does; for packed sequences it is a mask of the packed row, which has no bits of
+    other sequences' keys.
+
+    Raises TypeError for another dtype, ValueError for other dimensions.
+    """
+    check_whole("seqlen_k", seqlen_k, 1)
+    if not isinstance(words, torch.Tensor) or words.dtype != torch.int32:
+        kind = words.dtype if isinstance(words, torch.Tensor) else type(words).__name__
+        raise TypeError(f"words is {kind}; accepted: an int32 tensor, a bit for each key")
+    count = -(-seqlen_k // WORD_BITS)
+    is_dense = words.layout == torch.strided and not words.is_nested
+    if not is_dense or words.ndim not in (2, 4) or words.numel() == 0 or words.shape[-1] != count:
+        raise ValueError(
+            f"words has shape {tuple(words.shape)} and layout {words.layout}, and seqlen_k is "
+            f"{seqlen_k}; accepted: dense ones of (seqlen_q, {count}) or (1 or batch, 1 or heads, "
+            f"seqlen_q, {count}), none of them 0"
+        )
+    words = words if words.ndim == 4 else words[None, None]
+    for dimension in range(2):
+        if words.stride(dimension) == 0:
+            words = words.narrow(dimension, 0, 1)
+    return TileMask.of_words((words.shape[2], plain(seqlen_k)), words)
 
 
 def from_block_mask(

@@ -26,6 +26,7 @@ from bench.measure.mask_providers import (
     mask_providers,
 )
 from bench.measure.masks import CASES, MaskedCase
+from bench.measure.packed_masks import PACKED_CASES
 from bench.measure.providers import Provider, attempt
 from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.throughput import measured_rows
@@ -45,7 +46,10 @@ TIMES = {
     SDPA: "sdpa_ms", FLEX: "flex_ms", flash_attn_4.PACKAGE: "flash_attn_4_ms",
 }  # fmt: skip
 RATES = OURS, BOUND
-RATIOS = {FUNCTION: "function_ratio", SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
+RATIOS = {
+    FUNCTION: "function_ratio", SDPA: "sdpa_ratio", FLEX: "flex_ratio",
+    flash_attn_4.PACKAGE: "flash_attn_4_ratio",
+}  # fmt: skip
 
 #: A mask, or a score_mod.
 AnyCase = MaskedCase | ScoredCase
@@ -73,6 +77,10 @@ NOTES = (
     f"Rows of score_mods, causal: ours with score_mod=, in CuTe DSL; {SDPA}: a bias of "
     f"bfloat16 that is there before. {SOFTCAP} and {flash_attn_4.PACKAGE}: the option softcap= in "
     "the place of the function.",
+    "Packed rows: sequences of which each query sees keys that an indexer chose, as packed bits; "
+    "ours and FlexAttention as one dense row that the mask keeps apart, ours with mask_mod= and "
+    f"{flash_attn_4.PACKAGE}, which has no lists of tiles, as packed sequences. Making the mask: "
+    "from its bits.",
 )  # fmt: skip
 
 
@@ -113,7 +121,7 @@ def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
     times = {name: details.get(name, {}).get("median_ms") for name in TIMES}
     ours = details.get(OURS, {})
     return {
-        "visible": case.pairs / (case.batch * case.seqlen_q * case.seqlen_k),
+        "visible": case.pairs / sum(queries * keys for queries, keys in case.lengths),
         **{column: times[name] for name, column in TIMES.items()},
         **{
             column: times[name] / times[OURS] if times[name] and times[OURS] else None
@@ -138,7 +146,7 @@ def _remarks(details: dict[str, dict[str, Any]], providers: Sequence[Provider]) 
 def chosen(only: str, names: Sequence[str] | None) -> tuple[list[AnyCase], list[Provider]]:
     """Cases with `only` in their line, providers of these names, None for all. Raises ValueError
     for a text that is in none."""
-    known_cases: tuple[AnyCase, ...] = CASES + SCORED_CASES
+    known_cases: tuple[AnyCase, ...] = CASES + PACKED_CASES + SCORED_CASES
     cases = [case for case in known_cases if only in str(case)]
     if not cases:
         lines = "; ".join(map(str, known_cases))

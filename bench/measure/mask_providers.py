@@ -11,13 +11,24 @@ from typing import Any, cast
 
 import torch
 
-from bench.suite import Case
+from bench.peers import flash_attn_4
+from bench.suite import BACKWARD, Case
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
-from fa4_hd256 import flash_attn_func, interface
-from fa4_hd256.kernels.mask.block_mask import MASK_TILE
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256.kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
+from fa4_hd256.mask_mods import MaskMod
 
 from .masks import MaskedCase
-from .providers import FlashAttention4, Inputs, Ours, Provider, first_line
+from .packed_masks import PackedMaskedCase, seen_in, seen_in_kernel
+from .providers import (
+    BLACKWELL_MAJOR,
+    FlashAttention4,
+    Inputs,
+    Ours,
+    Provider,
+    capability,
+    first_line,
+)
 from .scored import Capped, ScoredCase
 
 SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
@@ -65,6 +76,11 @@ class OursMasked(Ours):
             return cast(torch.Tensor, out)
         case = _case_of(inputs)
         mask = _made(inputs, OURS, partial(case.tile_mask, inputs.q.device))
+        if isinstance(case, PackedMaskedCase):
+            # The mask keeps sequences apart, so one dense row is the same call.
+            q, k, v = (leaf[None] for leaf in inputs.leaves)
+            out = cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=mask))
+            return out[0]
         return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask))
 
 
@@ -83,8 +99,23 @@ class OursFunction(Ours):
 
         case, device = _case_of(inputs), inputs.q.device
         mask = _made(inputs, OURS, partial(case.tile_mask, device))
+        if isinstance(case, PackedMaskedCase):
+            words = partial(case.words, device)
+            mod = _made(inputs, FUNCTION, lambda: MaskMod.of(seen_in_kernel, (words(),)))
+            return _packed(inputs, block_mask=mask, mask_mod=mod)
         mod = _made(inputs, FUNCTION, lambda: mask_mod_of(case.mask_mod(device), device))
         return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask, mask_mod=mod))
+
+
+def _packed(inputs: Inputs, **options: Any) -> torch.Tensor:
+    """Return out of our function for the packed sequences of a case."""
+    assert inputs.cu_seqlens is not None
+    of_q, of_k = inputs.cu_seqlens
+    out = flash_attn_varlen_func(
+        *inputs.leaves, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=inputs.case.seqlen_q,
+        max_seqlen_k=inputs.case.seqlen_k, **options,
+    )  # fmt: skip
+    return cast(torch.Tensor, out)
 
 
 class OursCausal(Ours):
@@ -115,8 +146,34 @@ class OursSoftcap(_AsSoftcap, Ours):
         super().__init__(SOFTCAP)
 
 
-class FlashAttention4Softcap(_AsSoftcap, FlashAttention4):
-    """flash-attn-4 with its own softcap."""
+class FlashAttention4Functions(_AsSoftcap, FlashAttention4):
+    """flash-attn-4 with its own softcap, and with a mask_mod over packed sequences."""
+
+    def concerns(self, case: Case) -> bool:
+        return isinstance(case, PackedMaskedCase) or super().concerns(case)
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if not isinstance(case, PackedMaskedCase):
+            return super().refuses(case, direction)
+        if direction == BACKWARD and capability()[0] == BLACKWELL_MAJOR:
+            return "its SM100 backward at head_dim 256 takes no mask_mod"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        case = inputs.case
+        if not isinstance(case, PackedMaskedCase):
+            return super().call(inputs)
+        assert inputs.cu_seqlens is not None
+        of_q, of_k = inputs.cu_seqlens
+        rows, keys = flash_attn_4.MASK_PADDING
+        words = _made(
+            inputs, self.name,
+            partial(case.words_of_sequences, inputs.q.device, rows, keys),
+        )  # fmt: skip
+        return flash_attn_4.attention(
+            *inputs.leaves, ((of_q, case.seqlen_q), (of_k, case.seqlen_k)),
+            **flash_attn_4.masked_by(words),
+        )  # fmt: skip
 
 
 class DenseSdpa:
@@ -134,7 +191,7 @@ class DenseSdpa:
     def refuses(self, case: Case, direction: str) -> str | None:
         if isinstance(case, ScoredCase) and not case.function.added:
             return "a bias is added to scores"
-        return None
+        return "takes no packed sequences" if case.packed else None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         case, device = inputs.case, inputs.q.device
@@ -224,11 +281,14 @@ class FlexAttention:
         function: Callable[..., Any], given: dict[str, Any], options: dict[str, Any] | None,
         inputs: Inputs,
     ) -> torch.Tensor:  # fmt: skip
-        q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
+        packed = inputs.case.packed
+        leaves = (leaf[None] for leaf in inputs.leaves) if packed else inputs.leaves
+        q, k, v = (tensor.transpose(1, 2) for tensor in leaves)
         out = function(
             q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1], kernel_options=options
         )
-        return cast(torch.Tensor, out.transpose(1, 2))
+        rows = cast(torch.Tensor, out.transpose(1, 2))
+        return rows[0] if packed else rows
 
 
 def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
@@ -241,8 +301,27 @@ def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
         causal = made(lambda b, h, q, k: k <= q, None, None, *lengths)
         return {"block_mask": causal, "score_mod": case.torch_function(device)}
     assert isinstance(case, MaskedCase)
+    if isinstance(case, PackedMaskedCase):
+        return {"block_mask": _block_mask_of_row(case, device)}
     entries = case.batch if case.pattern.by_entry else None
     return {"block_mask": made(case.mask_mod(device), entries, None, *lengths)}
+
+
+def _block_mask_of_row(case: PackedMaskedCase, device: torch.device) -> Any:
+    """Return the `BlockMask` of the packed row: the lists of ours, for which nobody needs a dense
+    mask, and a mask_mod that reads the words."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = case.tile_mask(device).tiles
+
+    def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order = (~chosen).int().argsort(dim=-1, stable=True)
+        return chosen.sum(-1, dtype=torch.int32), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(tiles > NOTHING), *listed(tiles == FULL), BLOCK_SIZE=MASK_TILE,
+        mask_mod=seen_in(case.words(device)), seq_lengths=(case.total, case.total),
+    )  # fmt: skip
 
 
 def first_lines(error: BaseException) -> str:
@@ -260,7 +339,7 @@ def first_lines(error: BaseException) -> str:
 def mask_providers() -> list[Provider]:
     return [
         OursMasked(), OursFunction(), OursSoftcap(), OursCausal(), DenseSdpa(), FlexAttention(),
-        FlashAttention4Softcap(),
+        FlashAttention4Functions(),
     ]  # fmt: skip
 
 
@@ -268,14 +347,14 @@ def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -
     """Median time from the start of making a mask by its name to the end of all that is made of it
     before kernels run: bits and lists of steps, with gradients those of the backward, too."""
     q, k = (
-        torch.empty(case.batch, case.seqlen_q, heads, 1, device=device, dtype=torch.bfloat16)
+        torch.empty(*case.row, heads, 1, device=device, dtype=torch.bfloat16)
         for heads in (case.heads, case.heads_kv)
     )
-    found = []
+    found, make = list[float](), case.mask_maker(device)
     for _ in range(MADE):
         _synchronize(device)
         begin = time.perf_counter()
-        interface.mask_tables(case.tile_mask(device), q, k, gradients)
+        interface.mask_tables(make(), q, k, gradients)
         _synchronize(device)
         found.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(found[1:])

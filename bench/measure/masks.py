@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -171,6 +171,15 @@ class MaskedCase(Case):
     def plain(self) -> Case:
         """Return the case under the causal mask alone."""
         return Case(self.group, self.lengths, self.heads, self.heads_kv, True)
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Return (batch, seqlen) of the call's tensors, dense, and of its `tile_mask`."""
+        return self.batch, self.seqlen_q
+
+    def mask_maker(self, device: torch.device) -> Callable[[], masks.TileMask]:
+        """Return what makes `tile_mask` of that which a model has before."""
+        return partial(self.tile_mask, device)
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         return self.pattern.mask_mod(self.batch, self.seqlen_q, device)

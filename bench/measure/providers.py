@@ -25,10 +25,10 @@ _NO_PAGES = "takes no keys in pages"
 _PAGES_BACKWARD = "keys in pages have no gradients"
 
 
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
     """Return the capability of the GPU; where there is none, of the one that is modelled without
     one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
+    return torch.cuda.get_devicecapability() if torch.cuda.is_available() else (10, 0)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Ours:
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
             return "no CUDA device"
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_devicecapability()
         if not of_capability(capability):
             major, minor = capability
             return f"needs a {describe_family()}; this GPU has {major}.{minor}"
@@ -210,7 +210,7 @@ class FlashAttention4:
     def refuses(self, case: Case, direction: str) -> str | None:
         if direction == BACKWARD and case.page_size:
             return _PAGES_BACKWARD
-        if direction == BACKWARD and _capability()[0] == BLACKWELL_MAJOR:
+        if direction == BACKWARD and capability()[0] == BLACKWELL_MAJOR:
             return flash_attn_4.backward_refusal(case.window != (None, None), bool(case.softcap))
         return None
 
@@ -272,7 +272,7 @@ class Frost:
         self.forward, self.backward = frost.Forward(), frost.Backward()
 
     def missing(self) -> str | None:
-        major, _ = _capability()
+        major, _ = capability()
         if major != BLACKWELL_MAJOR:
             return f"needs compute capability {BLACKWELL_MAJOR}.x; this GPU has {major}.x"
         return frost.unavailable() or Ours().missing()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import math
@@ -38,6 +39,9 @@ _MODULE = "flash_attn.cute.flash_fwd_sm100"
 
 #: Default of its softmax, which its tuning table cannot change.
 _EX2_EMU_RES = 4
+
+#: Multiples of queries and of keys up to which its kernels may ask a mask_mod past the end.
+MASK_PADDING = (256, 512)
 
 #: `num_splits_heuristic`: steps that are never split, and the splits it stops at.
 _FEWEST_STEPS, _MOST_SPLITS = 4, 128
@@ -111,7 +115,7 @@ def attention(
 
     q, k, v: (batch, seqlen, heads, head_dim), or without the batch where sequences are packed;
     packed: (cu_seqlens, longest length) of queries and of keys then. options: causal, window_size,
-    softcap, num_splits, handed on as they are.
+    softcap, num_splits and those of `masked_by`, handed on as they are.
     """
     from flash_attn.cute import interface
 
@@ -124,6 +128,34 @@ def attention(
             max_seqlen_k=longest_k, **options,
         )  # fmt: skip
     return _out_of(result)
+
+
+def masked_by(words: torch.Tensor) -> dict[str, Any]:
+    """Return options of `attention` under a mask of packed bits.
+
+    words: (sequences, queries, words) int32, padded as `MASK_PADDING` says; bit j of word w is key
+    32 w + j. With a mask_mod its forward has no other bounds, so the bits say causal, too.
+    """
+    return {"mask_mod": _bit_of_word(), "aux_tensors": [words]}
+
+
+@functools.cache
+def _bit_of_word() -> Any:
+    """Return a mask_mod that reads a key's bit. (Its SM90 kernels ask for one key at a time.)"""
+    import cutlass
+    import cutlass.cute as cute
+    from flash_attn.cute import utils
+
+    @cute.jit
+    def bit_of_word(  # type: ignore[no-untyped-def]
+        batch, head, query, key, seqlen_info, aux_tensors
+    ):
+        b, q, k = (utils.ssa_to_scalar(index) for index in (batch, query, key))
+        word = aux_tensors[0][b, q, k >> 5]
+        seen = cutlass.Boolean(((word >> (k & 31)) & 1) != 0)
+        return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+    return bit_of_word
 
 
 def paged_attention(

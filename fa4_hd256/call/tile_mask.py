@@ -114,20 +114,8 @@ class TileMask:
         """
         kinds = _with_end(lengths, kinds)
         is_partial = (kinds == PARTIAL).flatten()
-        if kinds.device.type == "cpu" or kinds.numel() > MOST_TILES:
-            if is_captured(kinds.device):
-                raise RuntimeError(
-                    f"a mask of {kinds.numel()} tiles is made in the capture of a CUDA graph, and "
-                    f"waits for the GPU; accepted: up to {MOST_TILES} tiles, or a mask that was "
-                    "made before: fa4_hd256.masks.as_tile_mask(block_mask)"
-                )
-            places = is_partial.nonzero()[:, 0]
-        else:
-            places = torch.arange(kinds.numel(), device=kinds.device)
-        room = 1 + len(places)
-        if room > ROUNDED_TILES:
-            room = -(-room // ROUNDED_TILES) * ROUNDED_TILES
-        bits = torch.zeros(room, MASK_TILE, BIT_WORDS, dtype=torch.int32, device=kinds.device)
+        places = _places(is_partial)
+        bits = _no_bits(len(places), kinds.device)
         tiles = torch.full_like(kinds, ABSENT, dtype=torch.int32)
         tiles.masked_fill_(kinds == WHOLE, FULL)
         flat = tiles.view(-1)
@@ -138,6 +126,33 @@ class TileMask:
             decided = torch.where(whole, FULL, torch.where(some, numbers, ABSENT)).int()
             flat[chosen] = torch.where(is_partial[chosen], decided, flat[chosen])
         return cls(lengths, tiles, bits, of_first)
+
+    @classmethod
+    def of_words(cls, lengths: tuple[int, int], words: torch.Tensor) -> TileMask:
+        """Make a mask from packed bits, (1 or batch, 1 or heads, seqlen_q, words) int32: bit j of
+        word w is key 32 w + j; bits behind the last key count for nothing.
+
+        Tiles are copied, none is evaluated. Waits for a GPU, and raises, as `of` does.
+        """
+        q_tiles, kv_tiles = map(count_mask_tiles, lengths)
+        padded = F.pad(words, (0, BIT_WORDS * kv_tiles - words.shape[3]))
+        last, rest = divmod(lengths[1], WORD_BITS)
+        if rest:
+            padded[..., last] &= (1 << rest) - 1
+        # Rows past the end are as the last one, so that they leave a full tile full.
+        missing = MASK_TILE * q_tiles - lengths[0]
+        rows = torch.cat((padded, padded[:, :, -1:].expand(-1, -1, missing, -1)), dim=2)
+        shape = (q_tiles, MASK_TILE, kv_tiles, BIT_WORDS)
+        by_tiles = rows.unflatten(3, shape[2:]).unflatten(2, shape[:2]).transpose(3, 4)
+        some, whole = ((by_tiles != 0).any(5).any(4), (by_tiles == -1).all(5).all(4))
+        is_partial = (some & ~whole).flatten()
+        places = _places(is_partial)
+        bits = _no_bits(len(places), words.device)
+        bits[1 : 1 + len(places)] = by_tiles.flatten(0, 3)[places]
+        numbers = torch.zeros_like(is_partial, dtype=torch.int32)
+        numbers[places] = torch.arange(1, 1 + len(places), dtype=torch.int32, device=words.device)
+        tiles = torch.where(whole, FULL, torch.where(some, numbers.view_as(some), ABSENT))
+        return cls(lengths, tiles.int(), bits)
 
     @classmethod
     def of_kinds(cls, lengths: tuple[int, int], kinds: torch.Tensor) -> TileMask:
@@ -296,6 +311,30 @@ class TileMask:
                 ).T
             self._units[rows] = tuple(map(tuple, is_met.tolist()))
         return self._units[rows]
+
+
+def _places(is_partial: torch.Tensor) -> torch.Tensor:
+    """Return the places of the tiles that get bits, of a flat tensor of all: the partial ones; on a
+    GPU all, where waiting for their number takes longer. Raises RuntimeError where a capture would
+    have to wait."""
+    count, device = is_partial.numel(), is_partial.device
+    if device.type != "cpu" and count <= MOST_TILES:
+        return torch.arange(count, device=device)
+    if is_captured(device):
+        raise RuntimeError(
+            f"a mask of {count} tiles is made in the capture of a CUDA graph, and waits for the "
+            f"GPU; accepted: up to {MOST_TILES} tiles, or a mask that was made before: "
+            "fa4_hd256.masks.as_tile_mask(block_mask)"
+        )
+    return is_partial.nonzero()[:, 0]
+
+
+def _no_bits(count: int, device: torch.device) -> torch.Tensor:
+    """Return zeros for so many tiles of bits, and for the first one, which stays so."""
+    room = 1 + count
+    if room > ROUNDED_TILES:
+        room = -(-room // ROUNDED_TILES) * ROUNDED_TILES
+    return torch.zeros(room, MASK_TILE, BIT_WORDS, dtype=torch.int32, device=device)
 
 
 def _exchanged(bits: torch.Tensor) -> torch.Tensor:

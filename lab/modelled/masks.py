@@ -101,11 +101,11 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises ValueError where no case has a mask."""
     cases, _ = chosen(arguments.only, arguments.provider)
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
-    masks = [case for case in cases if isinstance(case, MaskedCase)]
+    masks = [case for case in cases if isinstance(case, MaskedCase) and not case.packed]
     if not masks:
         raise ValueError(
-            f"--only {arguments.only!r} has score_mods alone, which are not modelled; accepted "
-            "without a GPU: masks"
+            f"--only {arguments.only!r} has score_mods or packed sequences alone, which are not "
+            "modelled; accepted without a GPU: masks of dense sequences"
         )
     jobs = [(case, direction) for direction in directions for case in masks]
     predictor = predictor_of(arguments.machine, arguments.draws)

@@ -11,7 +11,8 @@ from bench.__main__ import main
     [
         (["--machine", "h200"], "accepted: a machine of Blackwell"),
         (["--only", "chess"], "no case has 'chess' in its line; there are masks: 4x4096"),
-        (["--only", "scores"], "score_mods alone, which are not modelled"),
+        (["--only", "scores"], "or packed sequences alone, which are not modelled"),
+        (["--only", "ragged"], "or packed sequences alone, which are not modelled"),
     ],
 )
 def test_what_is_not_accepted(given, message, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from fake_timer import FakeTimer
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
 from bench.measure.masks import CASES, Documents, Images, MaskedCase, PrefixLm, Window
+from bench.measure.packed_masks import ChosenKeys
 from bench.measure.timer import LEAST_RUNS, Sampling, interleave
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables import ready
@@ -18,7 +19,7 @@ pytest.importorskip("cutlass")
 
 CPU = torch.device("cpu")
 #: Small ones of each kind; lengths are no multiples of a tile, nor of what is evaluated at once.
-PATTERNS = PrefixLm(), Documents(100), Images(), Images(60), Window(100, 4)
+PATTERNS = PrefixLm(), Documents(100), Images(), Images(60), Window(100, 4), ChosenKeys(90)
 
 
 def _case(pattern, batch=2, seqlen=700, heads=(2, 1)):

@@ -11,6 +11,7 @@ from fake_timer import FakeTimer
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
 from bench.measure.masks import CASES
+from bench.measure.packed_masks import PACKED_CASES
 from bench.measure.scored import CAP, SCORED_CASES, Alibi, Capped, Distances, ScoredCase
 from bench.measure.timer import Sampling
 from bench.peers import flash_attn_4
@@ -60,7 +61,7 @@ class WithoutIt(InTorch):
 
 def test_the_cases():
     assert {type(case.function) for case in SCORED_CASES} == {Alibi, Distances, Capped}
-    lines = [*map(str, CASES), *map(str, SCORED_CASES)]
+    lines = [*map(str, CASES), *map(str, PACKED_CASES), *map(str, SCORED_CASES)]
     assert len(set(lines)) == len(lines)
     assert str(SCORED_CASES[0]) == "scores: 4x4096, heads 16/16, causal, ALiBi"
     assert SCORED_CASES[0].plain == Case("scores", ((4096, 4096),) * 4, 16, 16, True)
@@ -104,7 +105,7 @@ def test_rows(function, direction, monkeypatch):
     case, capped = _case(function), isinstance(function, Capped)
     chosen = [
         InTorch(), mask_providers.OursFunction(), mask_providers.OursSoftcap(),
-        mask_providers.DenseSdpa(), mask_providers.FlashAttention4Softcap(),
+        mask_providers.DenseSdpa(), mask_providers.FlashAttention4Functions(),
     ]  # fmt: skip
     (row,) = command.measure([(case, direction)], chosen, FakeTimer(), Sampling(1, 3)).rows
     expected = {OURS, mask_providers.SDPA} | ({SOFTCAP, flash_attn_4.PACKAGE} if capped else set())
@@ -165,9 +166,10 @@ def test_concerns():
     alibi, capped = _case(Alibi()), _case(Capped())
     names = {
         case: [p.name for p in mask_providers.mask_providers() if mask_providers.concerns(p, case)]
-        for case in (CASES[0], alibi, capped)
+        for case in (CASES[0], PACKED_CASES[0], alibi, capped)
     }
     common = [BOUND, mask_providers.SDPA, mask_providers.FLEX]
     assert names[CASES[0]] == [OURS, FUNCTION, *common]
+    assert names[PACKED_CASES[0]] == [OURS, FUNCTION, *common, flash_attn_4.PACKAGE]
     assert names[alibi] == [OURS, *common]
     assert names[capped] == [OURS, SOFTCAP, *common, flash_attn_4.PACKAGE]

@@ -100,6 +100,40 @@ def test_from_dense(shape):
     assert masks.from_dense(wide).tiles.shape[0] == shape[0]
 
 
+def words_of(dense):
+    """Return packed bits of a mask (..., seqlen_q, seqlen_k); bits behind the last key are set."""
+    padded = torch.nn.functional.pad(dense, (0, -dense.shape[-1] % 32), value=True)
+    weights = 1 << torch.arange(32, dtype=torch.int32)
+    return (padded.unflatten(-1, (-1, 32)) * weights).sum(-1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 200, 333), (1, 2, 128, 256)])
+def test_from_words(shape):
+    """Tiles and bits of packed bits are those of the dense mask, and the words stay as they are."""
+    dense = torch.rand(shape) > 0.5
+    dense[0, 0, :128] = True
+    dense[-1, -1, :128, 128:] = False
+    words = words_of(dense)
+    before = words.clone()
+    found, expected = masks.from_words(words, shape[3]), masks.from_dense(dense)
+    assert found.lengths == shape[2:] and torch.equal(words, before)
+    assert torch.equal(found.tiles, expected.tiles) and torch.equal(found.bits, expected.bits)
+    assert torch.equal(masks.from_words(words[0, 0], shape[3]).dense()[0, 0], dense[0, 0])
+    wide = words.expand(4, -1, -1, -1) if shape[0] == 1 else words
+    assert masks.from_words(wide, shape[3]).tiles.shape[0] == shape[0]
+
+
+def test_words_that_are_refused():
+    words = torch.zeros(5, 3, dtype=torch.int32)
+    with pytest.raises(TypeError, match="words is torch.int64; accepted: an int32 tensor"):
+        masks.from_words(words.long(), 96)
+    for wrong, seqlen_k in ((words, 97), (words, 64), (words[None], 96), (words[:0], 96)):
+        with pytest.raises(ValueError, match=r"words has shape .*; accepted: .*seqlen_q, [234]\)"):
+            masks.from_words(wrong, seqlen_k)
+    with pytest.raises(ValueError, match="seqlen_k is 0"):
+        masks.from_words(words, 0)
+
+
 def test_kinds_of_tiles():
     """Full ones have no bits, unless they end behind the last key; empty ones are listed by no
     tile of queries without another one of them that sees something."""
