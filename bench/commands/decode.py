@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """A table. measured: the row of a case, whose `failed` says that ours broke or was wrong. l2:
     the state of L2 before each run."""
 
-    cases: Callable[[], list[Case]]
+    cases: Callable[[], Sequence[Case]]
     columns: tuple[Column, ...]
     measured: Callable[[Case, CudaTimer, Sampling], dict[str, Any]]
     table: Callable[[Sequence[dict[str, Any]]], Table]
@@ -61,7 +61,7 @@ PARTS = {
     ),
     "pages": Part(pages.default_cases, pages.COLUMNS, pages.measured, pages.table),
     "small-pages": Part(
-        pages.default_cases, pages.SMALL_COLUMNS, pages.measured_small, pages.small_table
+        pages.small_cases, pages.SMALL_COLUMNS, pages.measured_small, pages.small_table
     ),
     "new-rows": Part(
         new_rows.default_cases, new_rows.COLUMNS, new_rows.measured, new_rows.table, WARM
@@ -70,7 +70,7 @@ PARTS = {
 
 
 def chosen(
-    arguments: argparse.Namespace, makers: dict[str, Callable[[], list[Case]]]
+    arguments: argparse.Namespace, makers: dict[str, Callable[[], Sequence[Case]]]
 ) -> dict[str, list[Case]]:
     """Return the cases of each part that was requested, all parts if none was; a part without a
     case of `--only` is left out. Raises ValueError if none is left."""

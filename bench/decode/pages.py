@@ -2,18 +2,20 @@
 
 Decoding steps and a few queries at once on long sequences. Pages of 16 and of 128 rows: boxes of
 TMA are no larger than a page, so that small pages take more instructions for the same bytes;
-flash-attn-4 stands beside ours. Pages of fewer rows, beside pages of 64: rows are gathered.
+flash-attn-4 stands beside ours. Pages of fewer rows, beside pages of 64, in bf16 and in e4m3: rows
+are gathered.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from bench.decode.kv_types import BF16, BYTES, E4M3
 from bench.decode.variants import measured_variants
 from bench.measure.providers import FlashAttention4, Inputs, Ours, Provider
 from bench.measure.timer import Sampling, Timer
@@ -21,11 +23,20 @@ from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import Case
 from bench.tables.comparison import OURS
 from bench.tables.table import Column, Plot, Table
-from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
 #: Rows of a page, the first those that others are compared with; None: in no pages.
 SIZES: tuple[int | None, ...] = (None, 128, 16)
-SMALL_SIZES: tuple[int | None, ...] = (64, 8, 1)
+SMALL_SIZES: tuple[int | None, ...] = (64, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class CacheCase(Case):
+    """A `Case` over a cache of a type: `BF16` or `E4M3`."""
+
+    kv_type: str = field(kw_only=True)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.kv_type}"
 
 
 def default_cases() -> list[Case]:
@@ -38,14 +49,27 @@ def default_cases() -> list[Case]:
     ]
 
 
+def small_cases() -> list[CacheCase]:
+    """Return (batch, queries, keys) over caches of both types, heads of Qwen3.5."""
+    return [
+        CacheCase("small pages", ((queries, keys),) * batch, 32, 2, True, kv_type=kv_type)
+        for batch in (1, 128)
+        for keys in (8192, 131072)
+        for queries in (1, 4)
+        for kv_type in BYTES
+    ]
+
+
 def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
     """Return a row of the timer's GPU, flash-attn-4 in pages of each of the sizes beside ours."""
     return _row(case, _timed(case, (Ours(), FlashAttention4()), SIZES, timer, sampling), SIZES)
 
 
 def measured_small(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
-    """Return a row of ours in pages of few rows."""
-    return _row(case, _timed(case, (Ours(),), SMALL_SIZES, timer, sampling), SMALL_SIZES)
+    """Return a row of ours in pages of few rows. case: a `CacheCase`."""
+    assert isinstance(case, CacheCase)
+    row = _row(case, _timed(case, (Ours(),), SMALL_SIZES, timer, sampling), SMALL_SIZES)
+    return row | {"kv_type": case.kv_type}
 
 
 def _row(case: Case, found: dict[str, Any], sizes: tuple[int | None, ...]) -> dict[str, Any]:
@@ -54,7 +78,7 @@ def _row(case: Case, found: dict[str, Any], sizes: tuple[int | None, ...]) -> di
     whole = times.get((OURS, sizes[0]))
     row: dict[str, Any] = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text,
-        "rate": whole and case.kv_elements * ELEMENT_BYTES / whole[1] / 1e12,
+        "rate": whole and case.kv_elements * BYTES[_type_of(case)] / whole[1] / 1e12,
         "refused": "; ".join(sorted({f"{name}: {why}" for (name, _), why in reasons.items()})),
         "failed": any(name == OURS for name, _ in reasons),
     }  # fmt: skip
@@ -69,6 +93,11 @@ def _row(case: Case, found: dict[str, Any], sizes: tuple[int | None, ...]) -> di
     return row | found
 
 
+def _type_of(case: Case) -> str:
+    """Return the type of a case's keys and values."""
+    return case.kv_type if isinstance(case, CacheCase) else BF16
+
+
 def _timed(
     case: Case,
     providers: tuple[Provider, ...],
@@ -79,6 +108,8 @@ def _timed(
     """`measured_variants` of one case in pages of each size, None for keys in no pages, by
     (provider, size)."""
     whole = Inputs.random(case, timer.device, torch.bfloat16)
+    if _type_of(case) == E4M3:
+        whole.k, whole.v = (tensor.to(torch.float8_e4m3fn) for tensor in (whole.k, whole.v))
     # All read the same pages: a cache of a GPU's size has no room for copies.
     of_sizes = {size: replace(whole, case=replace(case, page_size=size)) for size in sizes}
     variants = {
@@ -132,7 +163,8 @@ COLUMNS = _columns(
         for size in SIZES
     ),
 )
-SMALL_COLUMNS = _columns(SMALL_SIZES)
+_SHAPE, _HEADS, *_OTHERS = _columns(SMALL_SIZES)
+SMALL_COLUMNS = (_SHAPE, _HEADS, Column("kv_type", title="k, v"), *_OTHERS)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -142,7 +174,9 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def small_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Tabulate rows of `measured_small`."""
-    return compared(SMALL_COLUMNS, rows, _notes(rows), SMALL_SIZES)
+    return compared(
+        SMALL_COLUMNS, rows, _notes(rows), SMALL_SIZES, "Keys and values in pages of few rows"
+    )
 
 
 def _notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -159,8 +193,8 @@ def compared(
     rows: Sequence[dict[str, Any]],
     notes: tuple[str, ...],
     sizes: tuple[int | None, ...] = SIZES,
+    title: str = "Keys and values in pages, forward, bf16",
 ) -> Table:
     """All sizes side by side."""
     plot = Plot(("shape", "heads"), tuple(map(name_of, sizes)))
-    title = "Keys and values in pages, forward, bf16"
     return Table("decode", title, columns, list(rows), notes, plot)

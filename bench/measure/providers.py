@@ -56,10 +56,13 @@ class Pages:
         def pool(tensor: torch.Tensor) -> torch.Tensor:
             found = tensor.new_zeros(batch * count, size, *tensor.shape[2:])
             whole = seqlen // size
-            for rows, numbers in zip(tensor.detach(), table, strict=True):
-                found[numbers[:whole]] = rows[: whole * size].unflatten(0, (whole, size))
+            # As integers: PyTorch indexes no e4m3.
+            kind = torch.uint8 if tensor.element_size() == 1 else tensor.dtype
+            pages = found.view(kind)
+            for rows, numbers in zip(tensor.detach().view(kind), table, strict=True):
+                pages[numbers[:whole]] = rows[: whole * size].unflatten(0, (whole, size))
                 if whole < count:
-                    found[numbers[whole], : seqlen - whole * size] = rows[whole * size :]
+                    pages[numbers[whole], : seqlen - whole * size] = rows[whole * size :]
             return found
 
         lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=k.device)

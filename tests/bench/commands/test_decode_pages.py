@@ -23,11 +23,17 @@ def here(monkeypatch, request):
     monkeypatch.setattr(pages.FlashAttention4, "missing", lambda self: "no CUDA device")
 
 
-@pytest.mark.parametrize("size", [16, 128])
-def test_pages_hold_the_rows(size):
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(16, torch.bfloat16), (128, torch.bfloat16), (1, torch.float8_e4m3fn)],
+    ids=str,
+)  # fmt: skip
+def test_pages_hold_the_rows(size, dtype):
     inputs = Inputs.random(CASE, torch.device("cpu"), torch.bfloat16)
-    found = Pages.of(inputs.k, inputs.v, size, torch.Generator().manual_seed(0))
-    for pool, whole in ((found.k, inputs.k), (found.v, inputs.v)):
+    of_both = inputs.k.to(dtype), inputs.v.to(dtype)
+    found = Pages.of(*of_both, size, torch.Generator().manual_seed(0))
+    for pool, whole in zip((found.k, found.v), of_both, strict=True):
+        assert pool.dtype == dtype
+        pool, whole = pool.float(), whole.float()
         rows = pool[found.table.long()].flatten(1, 2)
         assert torch.equal(rows[:, :300], whole)
         assert not rows[:, 300:].any()
@@ -51,14 +57,28 @@ def test_a_row(here):
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
-@pytest.mark.sampled("PyTorch")
-def test_pages_of_few_rows(here):
-    """Beside those of 64 rows, without others' kernels."""
-    row = pages.measured_small(CASE, CountingTimer(), Sampling(0, 3))
-    assert [row[f"pages_{size}"] for size in (64, 8, 1)] == pytest.approx([1, 2, 3])
-    assert row["behind_1"] == pytest.approx(2) and "behind_64" not in row
+@pytest.mark.sampled("*PyTorch*")
+@pytest.mark.parametrize("kv_type", ["bf16", "e4m3"])
+def test_pages_of_few_rows(here, kv_type):
+    """Beside those of 64 rows, without others' kernels; keys and values in both types."""
+    case = pages.CacheCase("pages", CASE.lengths, 4, 2, True, kv_type=kv_type)
+    row = pages.measured_small(case, CountingTimer(), Sampling(0, 3))
+    of_sizes = [row[f"pages_{size}"] for size in (64, 8, 4, 2, 1)]
+    assert of_sizes == pytest.approx([1, 2, 3, 4, 5])
+    assert row["behind_1"] == pytest.approx(4) and "behind_64" not in row
     assert not row["failed"] and row["refused"] == ""
-    assert "pages of 1 over 64" in pages.small_table([row]).as_markdown()
+    nbytes = {"bf16": 2, "e4m3": 1}[kv_type]
+    assert row["rate"] == pytest.approx(2 * 300 * 2 * 2 * 256 * nbytes / 1e-6 / 1e12)
+    text = pages.small_table([row]).as_markdown()
+    assert "pages of 1 over 64" in text and kv_type in text
+
+
+def test_cases_of_few_rows():
+    """Both types of one sequence and of many, of the lengths for which there is an aim."""
+    found = pages.small_cases()
+    assert {case.kv_type for case in found} == {"bf16", "e4m3"}
+    assert {case.seqlen_k for case in found} == {8192, 131072}
+    assert len({str(case) for case in found}) == len(found)
 
 
 @pytest.mark.sampled

@@ -30,7 +30,11 @@ def _case(lengths=LENGTHS, heads=2, keys=40):
 
 def _dense(case):
     """Return the mask of the packed row, sequence by sequence."""
-    found, begin, seen = torch.zeros(case.total, case.total, dtype=torch.bool), 0, case.mask_mod(CPU)
+    found, begin, seen = (
+        torch.zeros(case.total, case.total, dtype=torch.bool),
+        0,
+        case.mask_mod(CPU),
+    )
     for number, (length, _) in enumerate(case.lengths):
         tokens, rows = torch.arange(length), slice(begin, begin + length)
         found[rows, rows] = seen(number, 0, tokens[:, None], tokens)
@@ -73,7 +77,9 @@ def test_the_cases():
 
 def test_chosen_keys():
     """All keys while there are no more than are chosen, then about as many, others in each row."""
-    seen = _case((600,), keys=100).mask_mod(CPU)(0, 0, torch.arange(600)[:, None], torch.arange(600))
+    seen = _case((600,), keys=100).mask_mod(CPU)(
+        0, 0, torch.arange(600)[:, None], torch.arange(600)
+    )
     assert torch.equal(seen[:100], torch.ones(100, 600, dtype=torch.bool).tril())
     assert not seen.triu(1).any()
     counts = seen[100:].sum(1)
