@@ -28,7 +28,7 @@ _PAGES_BACKWARD = "keys in pages have no gradients"
 def capability() -> tuple[int, int]:
     """Return the capability of the GPU; where there is none, of the one that is modelled without
     one."""
-    return torch.cuda.get_devicecapability() if torch.cuda.is_available() else (10, 0)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Ours:
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
             return "no CUDA device"
-        capability = torch.cuda.get_devicecapability()
+        capability = torch.cuda.get_device_capability()
         if not of_capability(capability):
             major, minor = capability
             return f"needs a {describe_family()}; this GPU has {major}.{minor}"
