@@ -13,7 +13,7 @@ from bench.bringup.stages.gpu import predicted, run_case
 from sm100_sim.tools import golden
 from sm100_sim.tools.golden import Case, Vectors
 from sm100_sim.tools.golden.comparing import difference, out_of_bound
-from sm100_sim.tools.golden.instructions import pairs, tcgen05
+from sm100_sim.tools.golden.instructions import gather, pairs, tcgen05
 from sm100_sim.tools.golden.instructions.tcgen05 import Probe
 from sm100_sim.tools.golden.record import DriverError
 
@@ -29,7 +29,8 @@ def _recorded() -> dict[str, Case]:
 
 @lru_cache(maxsize=1)
 def _probes() -> dict[str, Probe]:
-    return {probe.case.name: probe for probe in (*tcgen05.probes(), *pairs.probes())}
+    probes = (*tcgen05.probes(), *pairs.probes(), *gather.probes())
+    return {probe.case.name: probe for probe in probes}
 
 
 @lru_cache(maxsize=1)

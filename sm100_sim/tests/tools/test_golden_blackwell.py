@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sm100_sim.tools.golden.instructions import pairs, tcgen05
+from sm100_sim.tools.golden.instructions import gather, pairs, tcgen05
 from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator
 
-PROBES = [*tcgen05.probes(), *pairs.probes()]
+PROBES = [*tcgen05.probes(), *pairs.probes(), *gather.probes()]
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.case.name)
@@ -30,6 +30,7 @@ def test_the_simulator_agrees_with_numpy(probe):
         "tcgen05/mma bf16 256x128 group 2 A k B k",
         "tcgen05/cp 4x256b",
         "pairs/load cluster 2",
+        "gather/four rows of a pair swizzle 128",
         "tcgen05/ld 16x64b x4",
     ],
 )
