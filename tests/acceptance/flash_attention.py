@@ -32,10 +32,14 @@ REPORTING = 15
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of one file: its path in the checkout, and names of functions."""
+    """Tests of one file: its path in the checkout, and names of functions.
+
+    values: by name of a parameter, those of its values alone; all of the others.
+    """
 
     path: str
     tests: tuple[str, ...]
+    values: dict[str, list[Any]] = field(default_factory=dict)
 
 
 _CUTE, _HOPPER = "tests/cute/test_flash_attn.py", "hopper/test_flash_attn.py"
@@ -75,6 +79,8 @@ SUITES = {
     "hopper_output": Suite(_HOPPER, ("test_flash_attn_output",)),
     "hopper_varlen": Suite(_HOPPER, ("test_flash_attn_varlen_output",)),
     "hopper_kvcache": Suite(_HOPPER, ("test_flash_attn_kvcache",)),
+    # Pages of so few rows that these are gathered one by one.
+    "hopper_small_pages": Suite(_HOPPER, ("test_flash_attn_kvcache",), {"page_size": [1, 4]}),
     "hopper_combine": Suite(_HOPPER, ("test_flash_attn_combine",)),
 }  # fmt: skip
 
@@ -124,6 +130,7 @@ def run(suite: Suite, arguments: argparse.Namespace, only: list[str] | None = No
         results, settings = Path(folder) / "results.jsonl", Path(folder) / "settings.json"
         settings.write_text(json.dumps({
             "checkout": str(arguments.checkout), "tests": suite.tests, "only": only,
+            "values": suite.values,
             "fraction": arguments.fraction, "results": str(results),
             "seconds": arguments.seconds and arguments.seconds - REPORTING,
         }))  # fmt: skip

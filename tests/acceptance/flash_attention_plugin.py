@@ -198,6 +198,8 @@ def pytest_generate_tests(metafunc: Any) -> None:
             argument_names = [name.strip() for name in argument_names.split(",")]
         if argument_names[0] in edits.HEAD_DIM_NAMES and len(argument_names) == 1:
             values = [HEAD_DIM]
+        if (chosen := SETTINGS["values"].get(argument_names[0])) is not None:
+            values = [value for value in values if value in chosen]
         names += argument_names
         axes.append([_values(value, len(argument_names)) for value in values])
     cases = {}

@@ -50,10 +50,8 @@ def _gathered(source: np.ndarray, place: tuple[int, ...], swizzle: int) -> np.nd
 
 
 def _ptx(pair: bool) -> str:
-    """Module: p0 places, p1 the tensor, p2 the dumps. pair: both CTAs signal the first's barrier.
-
-    A warp that is not the issuer waits on its own CTA's barrier; of a pair the first CTA alone does.
-    """
+    """Module: p0 places, p1 the tensor, p2 the dumps. pair: both CTAs signal the first one's
+    barrier, on which the first one waits for both."""
     count = _ROW_BYTES * _ROWS
     start = "mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar],"
     opcode = (
