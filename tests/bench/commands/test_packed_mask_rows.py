@@ -138,7 +138,7 @@ def test_flex_attention_has_the_mask(monkeypatch):
 
 @pytest.mark.simulator
 def test_ours_in_the_simulator():
-    """By bits, by mask_mod, and causal, which is not the mask."""
+    """Compare bits, mask_mod, and causal, which is another mask."""
     case = _case((130, 40), heads=1, keys=20)
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)
     for provider in (mask_providers.OursMasked(), mask_providers.OursFunction()):
