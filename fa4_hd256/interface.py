@@ -1,4 +1,5 @@
-"""The public functions, and how eager calls reach the torch operator behind them (`operators`)."""
+"""The public functions. Eager calls go to their plan at once (`plans`), others through a torch
+operator (`ops.operators`)."""
 
 from __future__ import annotations
 
@@ -425,6 +426,7 @@ def _find_and_run(
             or (sink is not None and sink.requires_grad)
             or (gate is not None and gate.requires_grad)
         ):
+            # No key has requires_grad: the plan may be of a call without gradients.
             check_differentiable(ForwardTensors(*tensors[:-1]))
             call = kind, execution, addresses, tensors
             results = attend_with_gradients(call, q, k, v, sink, gate)

@@ -21,7 +21,8 @@ NOTE [guards].  To make a key takes longer than to launch. So an execution gets 
 own of compiled code: one call in C++ that says whether tensors have the classes, dispatch keys,
 dtypes, devices, sizes, strides and requires_grad of those that it was made of. Guards are found by
 the facts of a call, its arguments that are no tensors: first the guard that the last such call
-passed, as a model's layers do, then the guards of the same two shapes. PyTorch's guard refuses a
+passed, as a model's layers do, then the guards of the same two shapes. Addresses are no part of
+PyTorch's guard: calls whose addresses are all multiples of `ALIGNMENT` alone have one. It refuses a
 tensor that is given twice, as cu_seqlens_q is where it is cu_seqlens_k, too. So it gets each tensor
 once, and what is given again is compared by identity. Where a PyTorch has no such guard, every call
 makes its key.
@@ -186,8 +187,8 @@ class _Alike:
 
 def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashable:
     """Return the key of the guards of calls alike whose first two tensors have the same shapes."""
-    first, second, *_ = [tensor for tensor in tensors if tensor is not None]
-    return alike, first.shape, second.shape, switches
+    given = [tensor for tensor in tensors if tensor is not None]
+    return (alike, switches, *[tensor.shape for tensor in given[:2]])
 
 
 class _Cache:
@@ -224,8 +225,8 @@ _cache = _Cache()
 
 @functools.lru_cache(LARGEST, typed=True)
 def _alike_of(*facts: Any) -> _Alike:
-    """Return the entry of `_Cache.alike`. `lru_cache` makes the look-up one call in C; it caches no
-    exception, so facts that are not there yet raise KeyError each time."""
+    """Return the entry of `_Cache.alike`; raise KeyError for facts that have none yet. `lru_cache`
+    makes the look-up one call in C. It does not cache the error, so a later entry is found."""
     return _cache.alike[facts, _types(facts)]
 
 
@@ -283,7 +284,8 @@ assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # t
 def facts_of(kind: Kind, arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the facts of a call: all that it depends on beside tensors and environment.
     arguments: the fields of `Call`, which come behind the kind. form: which tensors are present,
-    and which are the same one."""
+    which are the same one, what the scheduler metadata is for (`part_lists.marked`), and with a KV
+    cache rotary_interleaved."""
     window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
         # Of equal sides some types alone are accepted.
@@ -314,7 +316,8 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Execution, list[int]
             if addresses is not None:
                 alike.last = guard
                 return guard.execution, addresses
-    # The first or second call with these facts, or no tensor, or an argument that has no hash.
+    # KeyError: the first or second call with these facts. TypeError: an argument has no hash.
+    # AttributeError: one is no tensor. RuntimeError: a tensor has no memory to ask for.
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
     keyed = key_of(tensors, facts, switches)
@@ -345,7 +348,7 @@ def _planned(facts: tuple[Any, ...], tensors: Tensors) -> Execution:
 def _guard(
     facts: tuple[Any, ...], tensors: Tensors, execution: Execution, switches: tuple[str, ...]
 ) -> None:
-    """Let `find` find an execution by a guard. NOTE [guards]; the alignment is the largest."""
+    """Let `find` find an execution by a guard, NOTE [guards]."""
     first_of: dict[int, int] = {}
     present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
     places = {place: first_of.setdefault(id(tensor), place) for place, tensor in present}

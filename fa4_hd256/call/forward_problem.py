@@ -151,7 +151,7 @@ class Problem:
     q_shape has as many as it computes. config: that the user names, None for the default one of the
     call and the GPU. page_size: rows of a page where k and v are
     (pages, page_size, heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
-    out_gate: likewise, also where the combining kernel has the gate.
+    out_gate: as of `ProblemClass`, but set also where the combining kernel has the gate.
     """
 
     q_shape: tuple[int, ...]
@@ -570,15 +570,15 @@ def check_differentiable(tensors: ForwardTensors) -> None:
 
 
 def checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """Return the operator's values of a call, checked. tensors: the fields of `ForwardTensors`,
-    then out. facts: begin with the fields of `Call`."""
+    """Return the operator's values of a call, checked before its kernels are compiled. tensors: the
+    fields of `ForwardTensors`, then out. facts: begin with the fields of `Call`."""
     *inputs, out = tensors
     named = ForwardTensors(*inputs)
     values = Call(*facts[: len(Call._fields)]).values(named)
     if out is not None:
         memory.check_out(out, named.q)
         memory.check_writable(out, inputs)
-    if checks.are_differentiated((named.q, named.k, named.v, named.sink)):
+    if checks.are_differentiated((named.q, named.k, named.v, named.sink, named.out_gate)):
         check_differentiable(named)
     return values
 

@@ -183,8 +183,8 @@ class CallScalars(NamedTuple):
     sequence, or more.  head_parts: parts into which the query heads of a KV head are split.
     clusters: of a static grid.  l2_bytes: of L2, for what the tiles of a section share.
 
-    softmax_scale and head_parts are the backward's, and None in the forward, whose kernels have no
-    max_seqlen_k.
+    softmax_scale and head_parts are the backward's, and None in the forward. The forward's host
+    code takes max_seqlen_k out before it launches (`ForwardCommon.__call__`).
     part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
     tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
     score_origin: `kernel_functions.ScoreOrigin` of the backward with a score_mod or mask_mod; None

@@ -1,5 +1,6 @@
-"""The torch operators of the forward: one whose gradients `autograd` has, one that writes to a
-tensor of the caller, one that writes new rows to a KV cache first."""
+"""The torch operators of the forward: one whose gradients `autograd` has, the same with the
+greatest logits, one that writes to a tensor of the caller, one that writes new rows to a KV cache
+first."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     before anything is written."""
     call = CacheTensors(*tensors)
     ordered = (values.window_left, values.window_right) != (UNBOUNDED, UNBOUNDED)
-    # The attention is described with these; on a GPU, which is not read, they are the rows before
-    # the call, whose shape alone counts. The launch takes those that `add_append` computes.
+    # The attention is described with these. On a GPU, which is not read, they are the lengths
+    # before the call: only their shape counts. The launch takes those that `add_append` computes.
     after = check_contents(call, ordered)
     attention = call.attention(after).with_batches()
     problem, num_splits = described(attention, values.attention())

@@ -1,10 +1,10 @@
 """The plan of a backward: which kernels run for the gradients that are requested, in which order.
 
-preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
-store dS and read it, one chunk (`chunks`) after the other; where dS of none would be small
-enough, or only dQ, or only dK and dV are requested, those without a stored dS; then, where the
-query heads of a group are divided, the sum of the parts (`backward_sum`). What is left, over a few
-rows or between chunks, is PyTorch's.
+First comes the preprocess (`backward_preprocess`). Then the architecture's kernels
+(`kernel_set.BackwardSet`) store dS and read it, one chunk (`chunks`) after the other. Kernels
+without a stored dS run instead where no chunk would be small enough, or where only dQ, or only dK
+and dV, are requested. Where the query heads of a group are divided, the parts are added last
+(`backward_sum`). What is left, over a few rows or between chunks, is PyTorch's.
 """
 
 from __future__ import annotations

@@ -128,16 +128,16 @@ class CompiledKernel:
             module = cute.runtime.load_module(file.name)
         return Linked(module, module[self.object_prefix])
 
-    def load(self) -> None:
-        """Load it into the process's GPUs."""
-        self.function.to(None)
-        self.in_process.is_loaded = True
+    def load(self) -> Any:
+        """Load it into the process's GPUs, and return CuTe DSL's callable for them.
 
-    def refuse_to_load_in_a_graph(self) -> None:
-        """Raise RuntimeError where a graph is captured and the kernel has not been loaded."""
+        Raises RuntimeError where a graph is captured and the kernel has not been loaded before.
+        """
         if not self.in_process.is_loaded:
             _refuse_capture(self.function_name)
-            self.in_process.is_loaded = True
+        loaded = self.function.to(None)
+        self.in_process.is_loaded = True
+        return loaded
 
     @property
     def execution_args(self) -> Any:

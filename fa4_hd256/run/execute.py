@@ -2,8 +2,8 @@
 
 There is no other way to run anything: first calls and repeated ones, compiled graphs, captures of
 CUDA graphs and calls in the simulator come here. An `Execution` is a plan made ready: its kernels
-are compiled and loaded, their arguments packed but for addresses. What a repeated call does is
-`Execution.run` alone.
+are compiled and loaded. Their arguments, all but addresses, are packed at the first run, and once
+more for each thread that runs it meanwhile. What a repeated call does is `Execution.run` alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Execution:
         names = [*plan.inputs, *(one.name for one in allocations), *results, COUNTER]
         #: Number of each tensor that the plan names: its place in the list of addresses.
         self.numbers = {name: number for number, name in enumerate(names)}
-        #: Addresses of what operations make and of the counter, filled in as the steps run.
+        #: Zeros: places of what operations make and of the counter, filled in each run's own list.
         self._later = [0] * (len(results) + 1)
         compiled = {spec: compile_kernel(spec) for spec in plan.specs}
         if device.type == "cuda" and prebuilt.jit_allowed() and not is_capturing():
@@ -100,7 +100,7 @@ class Execution:
         only_first: as of `plans.run`."""
         allocated = [new() for new in (self._make_only_first if only_first else self._make)]
         all_addresses = [*addresses, *[tensor.data_ptr() for tensor in allocated], *self._later]
-        by_number: list[Any] = allocated
+        by_number: list[Any] = []
         if self._by_name:
             present = [tensor for tensor in tensors if tensor is not None]
             by_number = [*present, *allocated, *[None] * len(self._later)]
@@ -117,14 +117,15 @@ class Execution:
         return tuple([allocated[number] for number in self._in_made])
 
     def _run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
-        """Run the steps. where: the address of each tensor of `numbers`; by_number: the tensors if
-        steps or results need them (`_by_name`), else those that are allocated."""
+        """Run the steps. where: the address of each tensor of `numbers`; by_number: the tensors
+        themselves, none where neither steps nor results need them (`_by_name`)."""
         try:
             steps = self._free.pop()
         except IndexError:
             steps = self._new_steps()
         for step in steps:
             step.run(where, stream, by_number)
+        # Behind an error they are dropped, and the next call packs new ones.
         self._free.append(steps)
         self.has_run = True
 

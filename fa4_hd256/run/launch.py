@@ -31,10 +31,9 @@ def host_function(compiled: CompiledKernel, device: torch.device) -> Callable[[i
     if device.type != "cuda":
         return None
     with torch.cuda.device(device), _every_gpu_can_take_it(device):
-        compiled.refuse_to_load_in_a_graph()
         # NOTE [host code]: CuTe DSL's compiled host function takes the address of an array of
         # addresses, one for each argument; `execute.PackedArguments` makes that array.
-        function: Callable[[int], Any] = compiled.function.to(None).capi_func
+        function: Callable[[int], Any] = compiled.load().capi_func
         return function
 
 

@@ -1,9 +1,10 @@
-"""Plan of a call: its launches as plain data; `print(plan)` says it.
+"""Plan of a call: its launches as data; `print(plan)` says it.
 
 A plan is made from the description of a call (`call.forward_problem.Problem`,
-`call.backward_problem.BackwardProblem`) and from how its tensors lie in memory (`View`), and from
-nothing else: no tensor, no address. So whatever guards find equal shares a plan, and `execute` runs
-it on any tensors that lie like those.
+`call.backward_problem.BackwardProblem`), from how its tensors lie in memory (`View`), for a GPU
+(`Gpu`) and under an environment. Tensors' contents are looked at to check them alone. A plan holds
+no tensor, no address and no function but those of `Operation`. So whatever guards find equal shares
+a plan, and `execute` runs it on any tensors that lie like those.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class ForwardKernelTensors(NamedTuple):
     packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
     not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
-    `num_splits` batch entries for each one.  optional: what the problem class requests: sink
-    (heads,), then the tensors of the ragged sequences in its order.  row_maxima: like lse, the
+    `num_splits` batch entries for each one.  optional: what the problem class requests, as of
+    `ForwardCommon.__call__`.  row_maxima: like lse, the
     greatest logit of each query; None unless the problem class has `max_logits`.
     """
 

@@ -327,7 +327,7 @@ class Act:
     """Part of what a role does in a step.
 
     is_ahead: for the following step of the same tile; the first step's comes before all else.
-    of_tile_before: for the last step of the tile before, and after all tiles for the last one.
+    of_tile_before: acts on the last step of the tile before; once more after the last tile.
     """
 
     actions: tuple[Action, ...]

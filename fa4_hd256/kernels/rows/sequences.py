@@ -64,8 +64,8 @@ CACHE_BATCH_IDX, CACHE_LEFTPAD = "cache_batch_idx", "cache_leftpad"
 
 
 class SequenceTensors(NamedTuple):
-    """Int32 tensors that describe ragged sequences, and which keys queries meet; those not given
-    are None.
+    """Tensors that describe ragged sequences, and which keys queries meet, int32 unless it says
+    otherwise; those not given are None.
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length. page_table:

@@ -16,6 +16,7 @@ from fa4_hd256 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     interface,
+    plans,
 )
 from fa4_hd256.call import checks
 from fa4_hd256.call.options import MOST_SPLITS
@@ -362,6 +363,14 @@ FEW_ENTRIES = ints((0,), (2,))
 def test_pages(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attn_varlen_func(**paged(**changes))
+
+
+def test_a_gate_alone_requires_gradients(monkeypatch):
+    """Gradients that pages do not have are refused before anything is planned or compiled."""
+    monkeypatch.setattr(plans, "Execution", None)
+    gate = torch.zeros(2, 3, 2).bfloat16().requires_grad_()
+    with pytest.raises(NotImplementedError, match="page_table, .*: no gradients"):
+        flash_attn_varlen_func(**paged(out_gate=gate))
 
 
 def test_entries_that_no_query_sees_may_be_anything():

@@ -196,11 +196,7 @@ class Failing:
     """A compiled kernel whose loading fails, as CuTe DSL reports it."""
 
     @staticmethod
-    def refuse_to_load_in_a_graph():
-        """No graph is captured."""
-
-    @property
-    def function(self):
+    def load():
         raise OSError("cudaErrorNoKernelImageForDevice")
 
 

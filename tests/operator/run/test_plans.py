@@ -549,6 +549,16 @@ def test_what_cannot_be_hashed_has_no_plan_that_is_kept(long_way):
     assert len(long_way) == 3
 
 
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_what_is_no_tensor_is_refused_behind_a_guard(wrong, long_way):
+    """In the user's words, as in a first call."""
+    q, *_ = small()
+    for _ in range(3):
+        flash_attn_func(*small())
+    with pytest.raises(TypeError, match="k must be a torch.Tensor"):
+        flash_attn_func(q, wrong, wrong)
+
+
 def test_what_is_refused_is_not_kept(long_way):
     """A tensor in the place of an option, which may be large."""
     scale = torch.ones(1)

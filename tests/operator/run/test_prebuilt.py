@@ -615,11 +615,28 @@ def test_compiling_while_a_graph_is_captured_is_refused(inputs, monkeypatch):
 
 
 def test_loading_while_a_graph_is_captured_is_refused(inputs, monkeypatch, spec):
-    found = compile.compile_kernel(spec)
+    function = SimpleNamespace(to=lambda device: "loaded")
+    found = replace(compile.compile_kernel(spec), in_process=compile.InProcess())
+    found.in_process.linked = compile.Linked(None, function)
     monkeypatch.setattr(compile, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*not loaded"):
-        found.refuse_to_load_in_a_graph()
-    loaded = SimpleNamespace(to=lambda device: None)
-    monkeypatch.setattr(found.in_process, "linked", compile.Linked(None, loaded))
-    found.load()
-    found.refuse_to_load_in_a_graph()
+        found.load()
+    with monkeypatch.context() as outside:
+        outside.setattr(compile, "is_capturing", lambda: False)
+        assert found.load() == "loaded"
+    assert found.load() == "loaded"
+
+
+def test_a_kernel_whose_loading_failed_is_not_loaded(monkeypatch, spec):
+    """A capture that comes later is refused, too."""
+
+    def fail(device):
+        raise OSError("cudaErrorNoKernelImageForDevice")
+
+    found = replace(compile.compile_kernel(spec), in_process=compile.InProcess())
+    found.in_process.linked = compile.Linked(None, SimpleNamespace(to=fail))
+    with pytest.raises(OSError, match="NoKernelImage"):
+        found.load()
+    monkeypatch.setattr(compile, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*not loaded"):
+        found.load()

@@ -49,8 +49,9 @@ PIECE_BYTES = 64 * 128 * ELEMENT_BYTES  # of a ring of half as large pieces
 class BackwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA, the same in all of them.
 
-    Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
-    warpgroup holds one warp each of the other roles, and one without work.
+    Two warpgroups of gradient warps make P and dS, each one half of the columns; in dK/dV each one
+    half of the queries of a lane half (`DkdvKernel._first_query`). The third warpgroup holds one
+    warp each of the other roles, and one without work.
     """
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)

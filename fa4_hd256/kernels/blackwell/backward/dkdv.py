@@ -11,8 +11,8 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
 
     load      Q(1) dOc(0) dO(1) Qc(0)  ..  | K' Q(0') dOc(last) V' dO(0') Qc(last) ..
     mma       S(1) dV(0)  dP(1) dK(0)  ..  | S(0')    dV(last)  dP(0')    dK(last) S(1') ..
-    gradient  P(0)> dS(0) P(1) dS(0)>  ..  | P(last)> dS(last)  P(0') dS(last)> P(0')> dS(0'),
-                                           | dK, dV -> global
+    gradient  P(0)> dS(0) P(1) dS(0)>  ..  | P(last)> dS(last) dS(last)> P(0') P(0')> dS(0'),
+                                           | dK, dV -> global, P(1') dS(0')>
 
 where > is the write to shared memory.  P(u) and dS(u) share one buffer in alternation: P(u) is
 written while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The
@@ -268,12 +268,12 @@ class DkdvKernel(BlackwellBackward):
 
     @cute.jit
     def mma(self, context: BlackwellBackwardContext):
-        """Issue S(0) and dP(0), then S(u), dV(u - 1), dP(u), dK(u - 1); S(0) and dP(0) of the next
-        tile before the last dV and dK of this one.  One warp of the leader CTA.
+        """Issue S(0) and dP(0), then S(u), dV(u - 1), dP(u), dK(u - 1); S(0) of the next tile
+        before the last dV of this one, its dP(0) before the last dK.  One warp of the leader CTA.
 
-        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
-        steps are skipped after it.
+        Only one tile ahead: the dynamic scheduler keeps two responses, and fetches tile t + 3 when
+        every role has read tile t + 1.  The gradient warps read it after the last dV of tile t, so
+        tiles without steps are skipped after the last MMA of t.
         """
         waited = (
             "k_loaded",
@@ -570,6 +570,7 @@ class DkdvKernel(BlackwellBackward):
         row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS + self._thread_key()
         is_dk = warpgroup() == 1
         factor = cutlass.select_(is_dk, context.scalars.softmax_scale, Float32(1.0))
+        # Columns of one region for each warpgroup: those of dK lie behind those of dV.
         address = self.warp_columns(context, "dv", self.tmem_plan["dv"].columns)
         columns = HEAD_DIM // 2
         for start in cutlass.range_constexpr(0, columns, FRAGMENT):
