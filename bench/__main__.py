@@ -20,13 +20,14 @@ COMMANDS = {
     "accuracy": "error of out by degree and share of emulated exp2, or of gradients, simulated",
     "host": "what the host does before an eager call returns, by part, beside others",
     "bringup": "the first hour on a GPU: one command, one report",
+    "vllm": "random models served by vLLM, with our backend beside its own",
     "profile": "Nsight Compute on our kernels: its command line, or a summary of its report",
     "report": "one HTML page from the JSON results of the others",
 }
 #: Title of the help -> commands.
 GROUPS = {
     "time on a GPU (without one: modelled, where lab/ is here)": (
-        "throughput", "decode", "masks", "schedulers", "ex2-sweep",
+        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "vllm",
     ),
     "correctness": ("accuracy", "training", "bringup"),
     "analysis": ("host", "profile", "report"),

@@ -42,6 +42,10 @@ DECODE_PARTS = ("rates", "kv-types", "pages", "small-pages", "new-rows")
 DECODE_PROVIDERS = (
     OURS, "flash-attn-4", "flash-attn-4, num_splits=0", "cuDNN", "FlashAttention-2",
 )  # fmt: skip
+#: Models, backends and modes of `vllm`. The first backend's texts are scored by all.
+SERVED_MODELS = ("Qwen3", "Gemma 3", "Qwen3.5")
+SERVED_BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
+EAGER, GRAPHS = "eager", "graphs"
 #: Machines of the timing model that have a name.
 MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 #: Attentions of `training`: the reference, and all.
@@ -262,5 +266,32 @@ def training(parser: argparse.ArgumentParser) -> None:
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default)
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
+def vllm(parser: argparse.ArgumentParser) -> None:
+    for name, choices, meaning in (
+        ("model", SERVED_MODELS, "in whose form a model is made"),
+        ("backend", SERVED_BACKENDS, "ours is CUSTOM"),
+        ("mode", (EAGER, GRAPHS), "of the engine: without CUDA graphs, or with those of decoding"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            action="append",
+            choices=choices,
+            help=f"{meaning}; repeatable, all unless chosen",
+        )
+    for name, default, meaning in (
+        ("layers", 12, "of the models"),
+        ("hidden", 2048, "their hidden size"),
+        ("heads", 16, "query heads"),
+        ("requests", 32, "served at once"),
+        ("prompt", 1024, "tokens of a prompt on average"),
+        ("tokens", 128, "generated for each request"),
+        ("rounds", 5, "of each engine"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep models and logs there")
     add_time_limit(parser)
     add_output_options(parser)

@@ -75,7 +75,7 @@ _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/compat", "fa4_hd256/integrations", "sm1
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Packages of bench and of the lab, from the lowest.
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
-          "bench/measure", "bench/decode", "bench/bringup", "bench/options",
+          "bench/measure", "bench/decode", "bench/serving", "bench/bringup", "bench/options",
           "bench/modelled")  # fmt: skip
 _LAB = ("lab/paths", "lab/published", "lab/micro", "lab/measure", "lab/model", "lab/compiled",
         "lab/tables", "lab/validation")  # fmt: skip
@@ -140,6 +140,7 @@ PACKAGES = {
     "bench/tables": (*_BENCH[:4], *_KNOWN),
     "bench/measure": (*_BENCH[:5], *_KNOWN),
     "bench/decode": (*_BENCH[:6], *_KNOWN),
+    "bench/serving": ("bench/options", *_KNOWN),
     "bench/bringup": _KNOWN,
     "bench/modelled": (),
     "bench/commands": (*_BENCH, *_KNOWN),

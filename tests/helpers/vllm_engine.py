@@ -20,10 +20,6 @@ TOKENS, STEP, MODEL_LEN = 5, 48, 256
 
 def main(folder: str) -> int:
     prompts = json.load(sys.stdin)
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
     results, steps = sys.stdout, sys.stderr
     with contextlib.redirect_stdout(steps):
         found = _served(folder, prompts)
@@ -31,12 +27,21 @@ def main(folder: str) -> int:
     return 0
 
 
-def _served(folder, prompts):
+def prepare():
+    """Let vLLM run in this process, which has not imported it yet."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
     import torch
     from vllm import platforms
 
     platforms._current_platform = _platform(platforms)()
     _define_compiled_parts(torch)
+
+
+def _served(folder, prompts):
+    prepare()
     from vllm import LLM, SamplingParams
 
     from fa4_hd256.integrations.vllm import plugin

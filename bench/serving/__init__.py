@@ -1,0 +1,1 @@
+"""Parts of `python -m bench vllm`: models, engines in processes of their own, how answers agree."""

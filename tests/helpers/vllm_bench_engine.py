@@ -1,0 +1,13 @@
+"""The engine of `python -m bench vllm` on CPU tensors, whatever the machine has."""
+
+from __future__ import annotations
+
+import sys
+
+import vllm_engine
+
+from bench.serving import engine
+
+if __name__ == "__main__":
+    vllm_engine.prepare()
+    sys.exit(engine.main())
