@@ -11,12 +11,14 @@ description, never the layer's own settings, which may disagree with it. Without
 function transformers builds no mask at all and drops the padding in silence.
 """
 
+from .gates import GATED, use_output_gate
 from .layers import BATCHING_NAME, NAME, PACKED, attention, batched_attention
 from .masks import mask
 from .registration import VERSIONS, check_version, register, use_in_continuous_batching
 
 __all__ = [
     "BATCHING_NAME",
+    "GATED",
     "NAME",
     "PACKED",
     "VERSIONS",
@@ -26,4 +28,5 @@ __all__ = [
     "mask",
     "register",
     "use_in_continuous_batching",
+    "use_output_gate",
 ]

@@ -28,7 +28,7 @@ from .descriptions import (
     seen_by,
 )
 
-__all__ = ["BATCHING_NAME", "NAME", "PACKED", "attention", "batched_attention"]
+__all__ = ["BATCHING_NAME", "NAME", "OUT_GATE", "PACKED", "attention", "batched_attention"]
 
 #: It has no "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"
@@ -50,6 +50,9 @@ OF_FALLBACK = "dropout", "position_bias"
 #: Options of `attention` that describe packed sequences: all or none are passed.
 PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
+#: Option of `attention`, which layers of `gates` pass.
+OUT_GATE = "out_gate"
+
 
 def attention(
     module: torch.nn.Module,
@@ -70,7 +73,8 @@ def attention(
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
     layer. `PACKED`: offsets and longest sequence; the rows of all batch entries together are then
     packed sequences. cache: the cache of continuous batching before transformers 5.24. ds_bytes: as
-    for `register`. Those in `REFUSED` are refused; any other option has no effect.
+    for `register`. out_gate: (batch, seqlen_q, heads, 256), as of `flash_attn_func`. Those in
+    `REFUSED` are refused; any other option has no effect.
 
     Returns (out, None); out: (batch, seqlen_q, heads, 256), with 0 in rows of padding.
 
@@ -79,18 +83,20 @@ def attention(
     """
     if options.get("cache") is not None:
         key, value = _updated(module, key, value, options)
-    query, key, value = autocast(query, key, value)
+    query, key, value, gate = autocast(query, key, value, options.pop(OUT_GATE, None))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     is_other = other_dims.has_other_dim(q, k, v)
     _check_offered(options, OF_FALLBACK if is_other else ())
     dense, description = _read_mask(module, q, k, attention_mask, options)
     packed = None if description is None else _packed_lengths(description, options)
     if is_other and packed is not None and description is not None:
-        return _packed_fallback((query, key, value), description.window, packed, options), None
+        out = _packed_fallback((query, key, value), description.window, packed, options)
+        return _gated(out, gate), None
     if is_other:
         seen, causal = _seen_and_causal((dense, description), attention_mask, q, k)
-        return fallback.attend(query, key, value, seen, causal, options), None
-    return _by_kernels((q, k, v), (dense, description, packed), attention_mask, options), None
+        return _gated(fallback.attend(query, key, value, seen, causal, options), gate), None
+    read, options = (dense, description, packed), {**options, OUT_GATE: gate}
+    return _by_kernels((q, k, v), read, attention_mask, options), None
 
 
 def batched_attention(
@@ -209,7 +215,9 @@ def _by_kernels(
     mask = begins if dense is None else dense
     if mask is not None and (begins is not None or torch.compiler.is_compiling()):
         window = (None, None) if description is None else description.window
-        return graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes"))
+        out = graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes"))
+        return _gated(out, options[OUT_GATE])
+    arguments[OUT_GATE] = options[OUT_GATE]
     arguments["backward_config"] = backward_config_of(options.get("ds_bytes"), q.device)
     if description is None:
         assert dense is not None
@@ -226,6 +234,11 @@ def _by_kernels(
     if description.ranges is not None:
         return _padded(q, k, v, description.ranges, arguments)
     return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments))
+
+
+def _gated(out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """Apply a gate by PyTorch, where no kernel does. Both: (batch, seqlen_q, heads, dim)."""
+    return out if gate is None else (out.float() * torch.sigmoid(gate.float())).to(out.dtype)
 
 
 def _packed_fallback(
@@ -373,6 +386,8 @@ def _packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
 ) -> torch.Tensor:
     """Compute attention of packed sequences: the rows of all batch entries, concatenated."""
+    if arguments[OUT_GATE] is not None:
+        arguments = {**arguments, OUT_GATE: arguments[OUT_GATE].flatten(0, 1)}
     out = flash_attn_varlen_func(*(tensor.flatten(0, 1) for tensor in (q, k, v)), **arguments)
     return cast(torch.Tensor, out).view(q.shape)
 
@@ -389,6 +404,8 @@ def _padded(
     Nothing waits for the device; all shapes are those of the padded tensors.
     """
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
+    if arguments[OUT_GATE] is not None:
+        arguments = {**arguments, OUT_GATE: _rolled(arguments[OUT_GATE], first_query)}
     out = flash_attn_varlen_func(
         _rolled(q, first_query),
         _rolled(k, first_key),
