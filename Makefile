@@ -68,7 +68,8 @@ test-all:
 # Engines' own classes with our backends. Their wheels come without what these require: only modules
 # that the tests import are installed (tests/engines.txt).
 test-engines: $(ENGINES)/installed
-	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest $(CASES) tests/operator/integrations/test_vllm_*.py
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest $(CASES) tests/operator/integrations/test_vllm_*.py \
+	    tests/bench/commands/test_vllm_serving.py
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_sglang_backend.py
 
 $(ENGINES)/installed: $(STAMP) tests/engines.txt

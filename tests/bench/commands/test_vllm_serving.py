@@ -31,7 +31,7 @@ def test_equal_backends_agree(tmp_path, monkeypatch):
     bench = command.Bench(
         Size(layers=1, hidden=256, heads=4, vocabulary=512, positions=512), LOAD,
         ("CUSTOM", SAME, ABSENT), tmp_path,
-        (sys.executable, str(ROOT / "tests/helpers/vllm_bench_engine.py")),
+        (sys.executable, str(ROOT / "tests/bench/helpers/vllm_bench_engine.py")),
         {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05,
          "compilation_config": {"mode": 0, "custom_ops": ["none"]}},
     )  # fmt: skip
