@@ -1,9 +1,9 @@
 """`python -m bench vllm`: small random models served by vLLM, with our backend beside its own.
 
-Each backend has an engine in a process of its own. All of a row live at once and take turns: a
-round asks every engine for the first tokens of all prompts, then for all tokens. What each backend
-answers is compared with the others', and with its own answers to the same requests again: how far
-two of vLLM's own backends are apart says what rounding alone does.
+Each backend has an engine in a process of its own. Those of a row live at once, and their runs are
+interleaved: a round asks every engine for the first tokens of all prompts, then for all tokens.
+What each backend answers is compared with the others', and with its own answers to the same
+requests again: how far two of vLLM's own backends are apart says what rounding alone does.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def tables(
     text = (
         f"{size.layers} layers, {size.heads} query heads, hidden size {size.hidden}, vocabulary "
         f"{size.vocabulary}, random weights; {load.requests} prompts of {load.prompt} tokens on "
-        f"average, {load.tokens} generated for each; medians of {load.rounds} rounds in which the "
-        "engines take turns."
+        f"average, {load.tokens} generated for each; medians of {load.rounds} rounds, "
+        "interleaved."
     )
     judged = (
         "The first backend's texts are scored by all. Differences of log p are absolute, over "

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.options import SERVED_MODELS
-
-__all__ = ["Size", "cache_bytes", "config_of", "save"]
+__all__ = ["MODELS", "Size", "cache_bytes", "config_of", "save"]
 
 HEAD_DIM = 256
 #: Keys that a layer of Gemma's with a window sees, and every how many-th layer sees all.
@@ -36,12 +34,12 @@ class Size:
 
 
 def config_of(kind: str, size: Size) -> Any:
-    """Return transformers' configuration. kind: of `SERVED_MODELS`.
+    """Return transformers' configuration. kind: of `MODELS`.
 
     Heads for keys and values are as in the published models of that form: 2 of Qwen's, half of the
     query heads of Gemma's.
     """
-    config: Any = _MAKERS[kind](size, _common(size))
+    config: Any = MODELS[kind](size, _common(size))
     return config
 
 
@@ -108,6 +106,7 @@ def _qwen3_5(size: Size, common: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-_MAKERS: dict[str, Callable[[Size, dict[str, Any]], Any]] = dict(
-    zip(SERVED_MODELS, (_qwen3, _gemma3, _qwen3_5), strict=True)
-)
+#: Makers of configurations, by the name of the form.
+MODELS: dict[str, Callable[[Size, dict[str, Any]], Any]] = {
+    "Qwen3": _qwen3, "Gemma 3": _gemma3, "Qwen3.5": _qwen3_5,
+}  # fmt: skip

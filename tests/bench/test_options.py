@@ -10,6 +10,7 @@ from bench import options
 from bench.__main__ import COMMANDS, GROUPS
 from bench.commands import throughput
 from bench.measure import mask_providers, nsight, providers, training
+from bench.serving import models
 from fa4_hd256 import warm
 from fa4_hd256.run.ahead import needs
 from fa4_hd256.run.ahead import options as build_options
@@ -28,6 +29,7 @@ def test_names_are_those_of_the_modules():
     assert options.DTYPES == tuple(throughput.DTYPES)
     assert options.PROVIDERS == tuple(p.name for p in providers.default_providers())
     assert options.MASK_PROVIDERS == tuple(p.name for p in mask_providers.mask_providers())
+    assert options.SERVED_MODELS == tuple(models.MODELS)
     assert set(options.MACHINES) == set(machines())
 
 

@@ -6,6 +6,7 @@ vLLM is not among what the tests install (`make test-engines` installs it).
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -28,6 +29,8 @@ SAME, ABSENT = "FLASH_ATTN", "NO_SUCH_BACKEND"
 
 def test_equal_backends_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("FA4_HD256_VLLM_FLASH_ATTN", "1")
+    paths = [str(ROOT / "tests/helpers"), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     bench = command.Bench(
         Size(layers=1, hidden=256, heads=4, vocabulary=512, positions=512), LOAD,
         ("CUSTOM", SAME, ABSENT), tmp_path,

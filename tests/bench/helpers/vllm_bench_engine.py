@@ -1,11 +1,9 @@
-"""The engine of `python -m bench vllm` on CPU tensors, whatever the machine has."""
+"""The engine of `python -m bench vllm` on CPU tensors, whatever the machine has. Its process has
+tests/helpers and the checkout among its paths."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
 
 import vllm_engine
 
