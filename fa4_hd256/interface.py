@@ -19,7 +19,7 @@ from .call.forward_problem import (
     Call,
     bounded,
     check_differentiable,
-    checked,
+    resolve_call,
     tiles_for_masks,
 )
 from .call.memory import check_out, check_writable_again
@@ -398,9 +398,9 @@ def _find_and_run(
     """Return the results of a public function, all of whose arguments are as users give them.
 
     Nothing is checked here but gradients and out: `plans.find` has the arguments of a first call
-    checked (`checked`), and those of a call like one before were checked then. tensors: fields of
-    `ForwardTensors`, then out, to which the first result is written. arguments: fields of `Call`.
-    form: as of `plans.facts_of`.
+    checked (`resolve_call`), and those of a call like one before were checked then. tensors: fields
+    of `ForwardTensors`, then out, to which the first result is written. arguments: fields of
+    `Call`. form: as of `plans.facts_of`.
     """
     out = tensors[-1]
     if tensors[_K_DESCALE] is not None or out is not None:
@@ -426,10 +426,10 @@ def _find_and_run(
             or (sink is not None and sink.requires_grad)
             or (gate is not None and gate.requires_grad)
         ):
+            named = ForwardTensors(*tensors[:-1])
             # No key has requires_grad: the plan may be of a call without gradients.
-            check_differentiable(ForwardTensors(*tensors[:-1]))
-            call = kind, execution, addresses, tensors
-            results = attend_with_gradients(call, q, k, v, sink, gate)
+            check_differentiable(named)
+            results = attend_with_gradients((kind, *found, named), q, k, v, sink, gate)
         else:
             only_first = not (return_lse or return_max_logits)
             results = plans.run(kind, execution, tensors, addresses, only_first)
@@ -484,7 +484,7 @@ def _through_dispatcher(
 
 
 #: Kinds of eager calls; `operators` has those of the same operators' bodies.
-_EAGER_FORWARD = plans.Kind("forward", checked, partial(plan_call, has_batch=False), (OUT,))
+_EAGER_FORWARD = plans.Kind("forward", resolve_call, partial(plan_call, has_batch=False), (OUT,))
 _EAGER_MAXIMA = plans.Kind(
-    "forward_max_logits", checked, partial(plan_call, has_batch=False, max_logits=True)
+    "forward_max_logits", resolve_call, partial(plan_call, has_batch=False, max_logits=True)
 )

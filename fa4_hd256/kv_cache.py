@@ -5,9 +5,9 @@ A call without new rows is one of the attention alone (`interface.attend_sequenc
 rows is a single plan (`run.append.plan_cache`): the kernel that writes rows, then the attention. An
 eager call finds it by its tensors, in one tuple in the order of `CacheTensors`. Where something
 intercepts calls (`is_intercepted`) it is the operator `forward_kvcache`, whose body finds the same
-kind of plan. Shapes, dtypes and options are checked first (`resolved`), contents where lengths and
-entries become tensors of the plan (`in_use`) and when it is made, and where tensors lie at every
-call (`check_memory`): all before anything is written.
+kind of plan. Shapes, dtypes and options are checked first (`resolve_cache_call`), contents where
+lengths and entries become tensors of the plan (`in_use`) and when it is made, and where tensors lie
+at every call (`check_memory`): all before anything is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from . import plans
 from .call import cache_checks
 from .call.autocast import autocast, is_autocasting
-from .call.cache_checks import check_memory, resolved
+from .call.cache_checks import check_memory, resolve_cache_call
 from .call.forward_problem import bounded
 from .call.operator_arguments import CacheTensors
 from .call.options import BY_RULE, NO_WINDOW
@@ -155,7 +155,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
-    if is_attention and _are_plain(cache_seqlens):
+    if is_attention and _are_read_as_given(cache_seqlens):
         inputs = q, k_cache, v_cache, learnable_sink, out_gate
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
         return attend_sequences(inputs, sequences, others, arguments, (out, return_lse, False))
@@ -178,7 +178,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_lse else out
 
 
-def _are_plain(cache_seqlens: Any) -> bool:
+def _are_read_as_given(cache_seqlens: Any) -> bool:
     """Return True if the attention takes lengths as they are; those on the CPU are checked first,
     which costs nothing there."""
     if cache_seqlens is None:
@@ -222,7 +222,7 @@ def _write_and_attend(
             out, lse = plans.run(_EAGER_KVCACHE, execution, tensors, addresses, only_first)
             return out, lse
     refuse_tangents(tensors)
-    values = resolved(tensors, (*arguments, interleaved))
+    values = resolve_cache_call(tensors, (*arguments, interleaved))
     out, _, _, q, *_ = tensors
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -232,9 +232,11 @@ def _write_and_attend(
 #: Fields of `CacheTensors` that come by name.
 _OTHERS = (TREE_WORDS, *DESCALES, *SCORE_MOD.tensors)
 _NO_OTHERS = [None] * len(_OTHERS)
-assert CacheTensors._fields[14 : 14 + len(_OTHERS)] == _OTHERS
-
+_AT_OTHERS = CacheTensors._fields.index(_OTHERS[0])
+assert CacheTensors._fields[_AT_OTHERS : _AT_OTHERS + len(_OTHERS)] == _OTHERS
 
 _PART_LIST = CacheTensors._fields.index(PART_LIST)
 #: Eager calls; `operators` has the kind of the same operator's body.
-_EAGER_KVCACHE = plans.Kind("forward_kvcache", resolved, plan_cache, tuple(range(len(WRITTEN))))
+_EAGER_KVCACHE = plans.Kind(
+    "forward_kvcache", resolve_cache_call, plan_cache, tuple(range(len(WRITTEN)))
+)

@@ -7,6 +7,15 @@
     second call    the key finds the execution, which gets a guard
     later calls    the guard finds the execution
 
+Who makes the kinds, and what they resolve and plan by::
+
+    made in              calls                        resolve                          plan
+    interface            eager forwards               forward_problem.resolve_call     run/forward
+    kv_cache             eager calls with new rows    cache_checks.resolve_cache_call  run/append
+    ops/autograd         backwards, eager or not      `resolve_fields`                 run/backward
+    ops/operators        bodies of the operators      `resolve_fields`; with new rows  run/forward,
+                                                      check_cache_tensors              run/append
+
 So a call like one before goes without checks, without a description and without PyTorch's
 dispatcher, which takes longer than a launch. Where something could intercept the operator
 (torch.compile, tracing, modes, subclasses, torch.func) a call goes through the dispatcher to the
@@ -51,7 +60,7 @@ from .run.plan import LaunchPlan
 
 __all__ = [
     "LARGEST", "Kind", "call_fields", "facts_of", "find", "forget_plans", "key_of",
-    "launched_by", "leading", "repeats", "run", "within",
+    "launched_by", "repeats", "resolve_fields", "run", "within",
 ]  # fmt: skip
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
@@ -128,10 +137,11 @@ class Kind:
     arguments of its schema.
 
     name: of their operator, in the package's namespace, and of their range in a profile. resolve:
-    (tensors, facts) -> values, what the plan needs beside tensors; called at the first call with a
-    key, and may raise for what is not accepted. plan: (tensors, values) -> their plan; raises for
-    all else, and writes to no tensor. written: places of tensors that they write to. smaller:
-    (tensors, values, a plan that memory is too short for) -> another one, None where there is none.
+    (tensors, facts without the kind) -> values, what the plan needs beside tensors; called at the
+    first call with a key, and may raise for what is not accepted. plan: (tensors, values) -> their
+    plan; raises for all else, and writes to no tensor. written: places of tensors that they write
+    to. smaller: (tensors, values, a plan that memory is too short for) -> another one, None where
+    there is none.
     """
 
     name: str
@@ -414,14 +424,14 @@ def _run(
 
 def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the results of an operator, called by its own body. values: its arguments that are no
-    tensors, which `resolve` finds first in the facts (`leading`)."""
+    tensors, which `resolve` finds first in the facts (`resolve_fields`)."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     planned = find(facts, tensors) if repeats(tensors) else None
     execution, addresses = planned or (_planned(facts, tensors), addresses_of(tensors))
     return run(kind, execution, tensors, addresses)
 
 
-def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
+def resolve_fields(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
     """Return a `Kind.resolve` for facts that begin with the fields of a named tuple: it checks
     nothing, since the plan does."""
     count = len(fields._fields)

@@ -223,16 +223,16 @@ def stand_in() -> Iterator[None]:
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
         ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
     )
-    before = launch.host_function, plans.repeats, kv_cache._are_plain
+    before = launch.host_function, plans.repeats, kv_cache._are_read_as_given
     launch.host_function = lambda compiled, device: function
     plans.repeats = lambda tensors: True
     # Lengths on a GPU are not looked at.
-    kv_cache._are_plain = lambda cache_seqlens: isinstance(cache_seqlens, torch.Tensor)
+    kv_cache._are_read_as_given = lambda cache_seqlens: isinstance(cache_seqlens, torch.Tensor)
     plans.forget_plans()
     try:
         yield
     finally:
-        launch.host_function, plans.repeats, kv_cache._are_plain = before
+        launch.host_function, plans.repeats, kv_cache._are_read_as_given = before
         plans.forget_plans()
 
 

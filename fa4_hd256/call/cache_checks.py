@@ -144,7 +144,7 @@ def check_cache_tensors(call: CacheTensors, interleaved: Any = True) -> None:
             memory.check_writable(call.out, call[1:])
 
 
-def resolved(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
+def resolve_cache_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     """Return the operator's values of a call, checked. tensors: the fields of `CacheTensors`.
     facts: begin with the fields of `Call`, the last one is rotary_interleaved."""
     call, interleaved = CacheTensors(*tensors), facts[-1]

@@ -548,6 +548,24 @@ def check_page_numbers(
     return table[is_read]
 
 
+def check_pages_on_gpu(
+    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
+) -> None:
+    """Check page numbers on a GPU if the user asks for it; those on the CPU, and all contents where
+    these are read, were checked with all else.
+
+    Raises ValueError as `check_page_numbers` does, and RuntimeError while a graph is captured.
+    """
+    if reads_contents(q.device) or PAGE_TABLE not in ragged or not environment.checks_pages():
+        return
+    if is_captured(q.device):
+        raise RuntimeError(
+            f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
+            "CUDA graph cannot capture; accepted: capture without it"
+        )
+    check_page_numbers(q, k, ragged, window)
+
+
 def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return (batch,) int64 rows in use of each sequence."""
     offsets, used = ragged.get("cu_seqlens_q"), ragged.get("seqused_q")

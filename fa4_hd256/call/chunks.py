@@ -29,7 +29,7 @@ from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled
 
-__all__ = ["Division", "Chunk", "divide", "least_ds_bytes", "visible_keys"]
+__all__ = ["BackwardDivision", "Chunk", "divide", "least_ds_bytes", "visible_keys"]
 
 #: Of a block of dS.
 _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
@@ -67,7 +67,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Division:
+class BackwardDivision:
     """Division of a backward: its chunks, in the order in which they run. problem: the whole call,
     with the head_parts of every chunk's dK and dV."""
 
@@ -75,7 +75,7 @@ class Division:
     chunks: tuple[Chunk, ...]
 
 
-def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision:
     """Chunks whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
@@ -103,7 +103,7 @@ def least_ds_bytes(problem: BackwardProblem) -> int:
     return _least_of_group(problem)[1] if is_needed else 0
 
 
-def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision:
     """Chunks by heads and sequences, else of a group. Raises NotImplementedError where dS of one
     block of queries is larger."""
     heads_kv, sequences, *_ = _lengths(problem)
@@ -121,7 +121,7 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
     return division
 
 
-def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
+def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision | None:
     """Split into as many key/value heads of a sequence as fit, and of all of them as many
     sequences; None where not one fits. dS is not empty."""
     heads_kv, sequences, *_ = _lengths(problem)
@@ -132,7 +132,7 @@ def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division
     return _by_heads(problem, heads, min(fitting // heads, sequences), gpu)
 
 
-def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
+def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision | None:
     """Some query heads of a group of one sequence at a time, as many as fit with all queries; where
     none does, as many as fit with a block of queries, and as many of these. None where not even a
     block fits.
@@ -168,7 +168,7 @@ def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | N
         for of_group in _ranges(problem.group, each)
         for queries in _ranges(seqlen_q, rows)
     ]
-    return Division(whole, tuple(chunks))
+    return BackwardDivision(whole, tuple(chunks))
 
 
 def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
@@ -180,14 +180,14 @@ def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
     return heads, heads * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize
 
 
-def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:
+def _undivided(problem: BackwardProblem, gpu: Gpu) -> BackwardDivision:
     heads_kv, sequences, *_ = _lengths(problem)
     problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
     # Kernels that store no dS do not ask where it lies.
     ragged = tuple(name for name in problem.forward.ragged if name != DS_BEGINS)
     problem = replace(problem, forward=replace(problem.forward, ragged=ragged))
     everything = heads_kv * problem.group, *_lengths(problem)
-    return Division(problem, (Chunk(problem, *map(range, everything)),))
+    return BackwardDivision(problem, (Chunk(problem, *map(range, everything)),))
 
 
 def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
@@ -196,7 +196,9 @@ def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
     return problem.k_shape[2], forward.sequences, forward.q_shape[1], problem.k_shape[1]
 
 
-def _by_heads(problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu) -> Division:
+def _by_heads(
+    problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu
+) -> BackwardDivision:
     """Split into at most so many key/value heads of so many sequences at a time; all sequences if
     there are any but dense ones."""
     whole = replace(problem, keeps_ds=True)
@@ -209,10 +211,10 @@ def _by_heads(problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu)
         for some_sequences in _ranges(all_sequences, sequences)
         for heads in _ranges(all_heads, heads_kv)
     ]
-    return Division(whole, tuple(chunks))
+    return BackwardDivision(whole, tuple(chunks))
 
 
-def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision:
     """One range of queries of one key/value head of one sequence at a time."""
     ranges = _query_ranges(problem, ds_bytes)
     if not ranges:
@@ -228,7 +230,7 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         for heads in _ranges(heads_kv, 1)
         for queries, keys in ranges
     ]
-    return Division(whole, tuple(chunks))
+    return BackwardDivision(whole, tuple(chunks))
 
 
 def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:

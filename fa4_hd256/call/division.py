@@ -18,6 +18,7 @@ sequence and head are then a launch of their own, in KV splits: half waves, or s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from .options import BY_RULE, FIXED_SPLITS, MOST_SPLITS, check_num_splits
 
 __all__ = [
     "LastWave",
+    "check_grid",
     "divide_forward",
     "divided",
     "last_wave",
@@ -50,6 +52,8 @@ SPLIT_MULTIPLE = 128
 WAVES = 2
 #: Bytes that HBM writes and reads again for a row of a split's result, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
+#: CTAs of a grid, which kernels count in 32 bits.
+LARGEST_GRID = (1 << 31) - 1
 #: Splits for each SM up to which they are spread evenly over pairs of SMs.
 EVEN_SHARE = 0.36
 #: How sharply the slower of two things that overlap hides the other: of a sum of powers.
@@ -234,3 +238,17 @@ def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[Problem
     raises."""
     last = last_wave(problem, num_splits, gpu)
     return (divided(problem, num_splits, gpu),) if last is None else last.problems(problem)
+
+
+def check_grid(problem: Problem, problems: Sequence[Problem]) -> None:
+    """Raise ValueError for more tiles than a grid can have. problems: those that `divide_forward`
+    made of the problem."""
+    if len(problems) == 1:
+        (problem,) = problems
+    ctas = problem.num_tiles * problem.num_splits * problem.tiles.cluster
+    if ctas > LARGEST_GRID:
+        raise ValueError(
+            f"max_seqlen_q is {problem.max_seqlen_q}: {problem.sequences} sequences of as many "
+            f"queries take {ctas} CTAs; accepted: up to {LARGEST_GRID}; as max_seqlen_q the "
+            "longest sequence's, or a tensor, for the rows of q"
+        )

@@ -569,7 +569,7 @@ def check_differentiable(tensors: ForwardTensors) -> None:
         )
 
 
-def checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
+def resolve_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     """Return the operator's values of a call, checked before its kernels are compiled. tensors: the
     fields of `ForwardTensors`, then out. facts: begin with the fields of `Call`."""
     *inputs, out = tensors

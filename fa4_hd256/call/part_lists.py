@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from ..gpus.devices import Gpu
-from ..kernels.rows.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
+from ..kernels.rows.part_list import HEADER, LAST_BIT, SEQUENCE_SHIFT, UNUSED, list_length
+from .checks import reads_contents
 from .division import longest_row, room_for_splits, rows_per_step
 from .forward_problem import Problem
 from .options import MOST_SPLITS
 
-__all__ = ["scheduler_metadata_of", "mark", "marked"]
+__all__ = ["check_list", "mark", "marked", "scheduler_metadata_of"]
 
 #: The attribute of scheduler metadata that says what it was made for, as its header does, which
 #: calls do not read. It turns a mismatch into an error. Copies have none: there the device
@@ -101,3 +102,26 @@ def _words(starts: torch.Tensor, counts: torch.Tensor, room: int) -> torch.Tenso
     number = places - starts[sequence]
     last = torch.where(number == counts[sequence] - 1, LAST_BIT, 0)
     return (sequence << SEQUENCE_SHIFT) + torch.where(is_used, number + last, UNUSED)
+
+
+def check_list(words: torch.Tensor, problem: Problem) -> None:
+    """Raise ValueError for scheduler metadata that is not this call's. problem: divided."""
+    length = list_length(problem.num_splits, problem.sequences)
+    if words.numel() != length:
+        raise ValueError(
+            f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "
+            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
+        )
+    made_for = marked(words)
+    if made_for is None and reads_contents(words.device):
+        made_for = tuple(words[1:HEADER].tolist())
+    wanted = problem.num_splits, problem.sequences, problem.q_shape[2]
+    if made_for is not None and made_for != wanted:
+        given, accepted = (
+            f"{sequences} sequences of {heads} query heads in up to {parts} parts"
+            for parts, sequences, heads in (made_for, wanted)
+        )
+        raise ValueError(
+            f"scheduler_metadata is a list for {given}; accepted: {accepted}, as "
+            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
+        )

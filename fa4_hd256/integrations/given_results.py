@@ -47,17 +47,20 @@ def gradients_of_results(
         listed_tiles, others = metadata.ds_tiles, {"ds_begins": metadata.ds_begins}
     scores, score_key = read_by_score(score_mod)
     seen, mask_key = read_by_mask(mask_mod)
+    (window_left, window_right), (max_seqlen_q, max_seqlen_k) = options.bounds, longest
     values = BackwardValues(
-        options.softmax_scale,
-        *options.bounds,
-        options.softcap,
-        *longest,
-        options.use_clc,
-        named_configs.encode(backward_config, type(backward_config)),
-        score_key,
-        mask_key,
-        listed_tiles,
-        (True, True, tensors.sink is not None, False),
+        softmax_scale=options.softmax_scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=options.softcap,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        use_clc=options.use_clc,
+        config=named_configs.encode(backward_config, type(backward_config)),
+        score_mod=score_key,
+        mask_mod=mask_key,
+        listed_tiles=listed_tiles,
+        wanted=(True, True, tensors.sink is not None, False),
     )
     # Nothing calls this with a gate.
     return call_backward(tensors._replace(**others, **scores, **seen), values)[:4]

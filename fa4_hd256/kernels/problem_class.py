@@ -175,20 +175,21 @@ class GradientClass:
 class CallScalars(NamedTuple):
     """Scalars of one call.
 
-    scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
-    softcap softcap * log2(e), with a score_mod log2(e).  cap_scale: |softmax_scale| / softcap, with
-    a score_mod |softmax_scale|.  softmax_scale: with its sign. window_left, window_right: 0 or
-    more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows that a negative bound hides at
-    each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the longest query and key
-    sequence, or more.  head_parts: parts into which the query heads of a KV head are split.
-    clusters: of a static grid.  l2_bytes: of L2, for what the tiles of a section share.
+    Of every kernel with scores: scale_log2: factor of the scores in the exponent of 2, which is
+    |softmax_scale| * log2(e), or with a softcap softcap * log2(e), with a score_mod log2(e).
+    cap_scale: |softmax_scale| / softcap, with a score_mod |softmax_scale|.  window_left,
+    window_right: 0 or more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows that a
+    negative bound hides at each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the
+    longest query and key sequence, or more; the forward's host code takes max_seqlen_k out before
+    it launches (`ForwardCommon.__call__`).  clusters: of a static grid.  l2_bytes: of L2, for what
+    the tiles of a section share.
 
-    softmax_scale and head_parts are the backward's, and None in the forward. The forward's host
-    code takes max_seqlen_k out before it launches (`ForwardCommon.__call__`).
-    part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
-    tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
-    score_origin: `kernel_functions.ScoreOrigin` of the backward with a score_mod or mask_mod; None
-    for others.
+    Of the backward alone, None in the forward: softmax_scale: with its sign.  head_parts: parts
+    into which the query heads of a KV head are split.  score_origin: `kernel_functions.ScoreOrigin`
+    with a score_mod or mask_mod; None for others.
+
+    Of some calls, None for others: part_keys: of each part of a sequence's keys, where parts are
+    fixed.  tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory.
     """
 
     scale_log2: Float32

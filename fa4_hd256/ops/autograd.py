@@ -61,7 +61,9 @@ def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 #: Takes packed sequences with a batch of 1, as the operator's body has them, and without one, as
 #: calls past the dispatcher do.
-_BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, smaller=smaller_plan)
+_BACKWARD = plans.Kind(
+    "backward", plans.resolve_fields(BackwardValues), plan_call, smaller=smaller_plan
+)
 
 
 @backward.register_fake
@@ -143,25 +145,24 @@ def gradients_of(
     needed: Sequence[bool],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
-    call: Callable[..., tuple[torch.Tensor, ...]] = call_backward,
+    compute: Callable[..., tuple[torch.Tensor, ...]] = call_backward,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return gradients of q, k, v, the sink and the gate, None for those not requested. needed:
-    which are requested. call: computes them, as `call_backward` does."""
+    which are requested. compute: computes them, as `call_backward` does."""
     if (dout is None and dlse is None) or not any(needed):
         return (None,) * len(needed)
     # Read once: hooks of saved tensors run at each read, and a checkpoint refuses a second one.
-    return _of_saved((ctx.saved_tensors, ctx.values), needed, (dout, dlse), call)
+    return _of_saved((ctx.saved_tensors, ctx.values), needed, (dout, dlse), compute)
 
 
 def _of_saved(
     saved: tuple[Sequence[torch.Tensor], ForwardValues],
     needed: Sequence[bool],
     of_results: tuple[torch.Tensor | None, ...],
-    call: Callable[..., tuple[torch.Tensor, ...]],
+    compute: Callable[..., tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return `gradients_of` of what `save` has kept: tensors and values. of_results: dout and
-    dlse, one
-    of them None or none."""
+    dlse, one of them None or none."""
     (tensors, values), (dout, dlse) = saved, of_results
     if dout is None:
         out = tensors[_OUT]
@@ -169,9 +170,9 @@ def _of_saved(
     batched = [tensor is not None and is_batch_of_gradients(tensor) for tensor in (dout, dlse)]
     if any(batched):
         entries = _entries((dout, dlse), batched)
-        return _joined([_of_saved(saved, needed, entry, call) for entry in entries])
+        return _joined([_of_saved(saved, needed, entry, compute) for entry in entries])
     wanted = (needed[0], needed[1] or needed[2], *needed[3:])
-    results = call(BackwardTensors(dout, dlse, *tensors), values.of_backward(wanted))
+    results = compute(BackwardTensors(dout, dlse, *tensors), values.of_backward(wanted))
     return tuple(
         gradient if is_needed else None for gradient, is_needed in zip(results, needed, strict=True)
     )
@@ -230,17 +231,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[plans.Kind, Execution, list[int], Sequence[Any]],
+        found: tuple[plans.Kind, Execution, list[int], ForwardTensors],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the results of a plan. call: kind, execution, addresses and tensors, as of
-        `plans.run`. differentiable: the first of these tensors once more, those of
-        `DIFFERENTIABLE`: autograd tracks what it gets as an argument, but nothing inside a
-        tuple."""
-        kind, execution, addresses, tensors = call
-        tensors = (*differentiable, *tensors[len(differentiable) :])
-        results = plans.run(kind, execution, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), execution.values, results)
+        """Return the results of a plan without out. found: the call's kind, what `plans.find`
+        returned, and its tensors. differentiable: the first of these once more, `DIFFERENTIABLE`
+        ones: autograd tracks what it gets as an argument, but nothing inside a tuple."""
+        kind, execution, addresses, tensors = found
+        results = plans.run(kind, execution, (*tensors, None), addresses)
+        save(ctx, tensors, execution.values, results)
         return results
 
     @staticmethod

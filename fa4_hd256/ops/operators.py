@@ -46,7 +46,7 @@ def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-_values = plans.leading(ForwardValues)
+_values = plans.resolve_fields(ForwardValues)
 #: Place of out.
 OUT = len(ForwardTensors._fields)
 #: Tensors that `forward_kvcache` writes to, the first ones.
@@ -122,13 +122,15 @@ def forward_kvcache(*arguments: Any) -> torch.Tensor:
     return lse
 
 
-def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
+def _resolve_cache_body(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     """Check the tensors of `forward_kvcache`: the `Kind.resolve` of its body."""
     check_cache_tensors(CacheTensors(*tensors))
     return CacheValues(*facts[: len(CacheValues._fields)])
 
 
-_BODY_KVCACHE = plans.Kind("forward_kvcache", _checked, plan_cache, tuple(range(len(WRITTEN))))
+_BODY_KVCACHE = plans.Kind(
+    "forward_kvcache", _resolve_cache_body, plan_cache, tuple(range(len(WRITTEN)))
+)
 
 
 @forward_kvcache.register_fake

@@ -20,7 +20,7 @@ import torch
 from .. import environment
 from ..call import named_configs
 from ..call.backward_problem import BackwardProblem
-from ..call.chunks import Chunk, Division, divide, least_ds_bytes
+from ..call.chunks import BackwardDivision, Chunk, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
 from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View, without_expanded_heads
@@ -87,7 +87,7 @@ class BackwardWork:
             return self.wanted._replace(dq=True, dkdv=True)
         return self.wanted
 
-    def divided(self, ds_bytes: int | None) -> Division:
+    def divided(self, ds_bytes: int | None) -> BackwardDivision:
         """Return the chunks. ds_bytes: how many dS may take; None for those of the configuration,
         but 0, which stores no dS, where not all gradients of q, k and v are computed. Raises as
         `divide` does."""
@@ -129,11 +129,12 @@ def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
 
 
 def or_empty(
-    results: Sequence[torch.Tensor | None], call: BackwardTensors
+    results: Sequence[torch.Tensor | None], tensors: BackwardTensors
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v, the sink and the gate, empty tensors in place of None."""
-    optional = (call.q if one is None else one for one in (call.sink, call.out_gate))
-    like = call.q, call.k, call.v, *optional
+    given = tensors.sink, tensors.out_gate
+    optional = (tensors.q if one is None else one for one in given)
+    like = tensors.q, tensors.k, tensors.v, *optional
     return tuple(
         tensor.new_empty(0) if gradient is None else gradient
         for tensor, gradient in zip(like, results, strict=True)
@@ -161,7 +162,7 @@ def plan_backward(
 
 def add_division(
     builder: PlanBuilder,
-    division: Division,
+    division: BackwardDivision,
     results: tuple[Wanted, Mapping[str, bool]],
     views: Mapping[str, View],
     chosen: tuple[Any, Gpu],
@@ -219,7 +220,7 @@ def smaller_plan(
 
 
 def _memory(
-    builder: PlanBuilder, division: Division, wanted: Wanted, has_batch: Mapping[str, bool]
+    builder: PlanBuilder, division: BackwardDivision, wanted: Wanted, has_batch: Mapping[str, bool]
 ) -> dict[str, View]:
     """All that a backward needs beside its arguments, by name. has_batch: of q, k and v, as users
     have them: their gradients are alike."""
@@ -308,7 +309,7 @@ def add_preprocess(
 
 def _add_gradients(
     builder: PlanBuilder,
-    division: Division,
+    division: BackwardDivision,
     chosen: tuple[Any, Gpu],
     tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
 ) -> None:
@@ -366,7 +367,7 @@ def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
     return problem.kernels.stored if problem.keeps_ds else problem.kernels.recomputed
 
 
-def _scratch(builder: PlanBuilder, division: Division) -> list[View]:
+def _scratch(builder: PlanBuilder, division: BackwardDivision) -> list[View]:
     """Allocate the dK and dV that one kernel writes for a chunk, large enough for any chunk, where
     these are added to those of the call; nothing where kernels write those of the call."""
     whole = division.problem

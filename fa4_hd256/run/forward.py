@@ -13,22 +13,20 @@ from typing import Any
 
 import torch
 
-from .. import environment
 from ..call import named_configs
-from ..call.checks import check_page_numbers, reads_contents
-from ..call.division import divide_forward
+from ..call.checks import check_pages_on_gpu
+from ..call.division import check_grid, divide_forward
 from ..call.forward_problem import Problem, operands_of
 from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors, ForwardValues
 from ..call.options import BY_RULE, Options
-from ..call.part_lists import marked
+from ..call.part_lists import check_list
 from ..gpus.devices import Gpu
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.problem_class import OUT_GATE
-from ..kernels.rows.part_list import HEADER, list_length
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
@@ -48,9 +46,6 @@ __all__ = [
     "result_views",
     "split_results",
 ]
-
-#: CTAs of a grid, which kernels count in 32 bits.
-LARGEST_GRID = (1 << 31) - 1
 
 #: Name of the results of splits, O and then the LSE in one tensor, and the unused elements between
 #: these: a kernel that writes past O is an error in the simulator, and spoils no LSE.
@@ -106,8 +101,9 @@ def plan_call(
     if out is not None:
         rows = out if out.ndim == batched.q.ndim else out.unsqueeze(0)
         views["out"] = View.of("out", rows)
-    has_batch = given.q.ndim == batched.q.ndim
-    return builder.plan(*add_forward(builder, (problem, num_splits), batched, views, has_batch))
+    results_have_batch = given.q.ndim == batched.q.ndim
+    described_call = problem, num_splits
+    return builder.plan(*add_forward(builder, described_call, batched, views, results_have_batch))
 
 
 def plan_described(problem: Problem, tensors: ForwardTensors) -> LaunchPlan:
@@ -127,37 +123,38 @@ def operand_views(tensors: ForwardTensors) -> dict[str, View]:
 
 def add_forward(
     builder: PlanBuilder,
-    call: tuple[Problem, int],
+    described_call: tuple[Problem, int],
     tensors: ForwardTensors,
     views: Mapping[str, View],
     has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add a forward; return its results. call: what `described` returned for tensors. views: by
-    name, "out" among them where the result goes to a tensor of the caller's. has_batch: whether new
-    results have that of packed sequences."""
-    problem, num_splits = call
+    """Add a forward; return its results. described_call: what `described` returned for tensors.
+    views: by name, "out" among them where the result goes to a tensor of the caller's. has_batch:
+    whether new results have that of packed sequences."""
+    problem, num_splits = described_call
     if problem.is_empty:
         return _without_rows(builder, problem, views, has_batch)
     gpu = gpu_of(problem.device)
-    launches = divide_forward(problem, num_splits, gpu)
-    last = launches[-1]
-    _check_list(tensors, last)
-    _check_grid(problem if len(launches) > 1 else last)
-    _check_pages(tensors, problem)
-    return add_launches(builder, launches, views, gpu, has_batch)
+    problems = divide_forward(problem, num_splits, gpu)
+    if problems[-1].lists_splits:
+        assert tensors.part_list is not None, "lists_splits says so"
+        check_list(tensors.part_list, problems[-1])
+    check_grid(problem, problems)
+    check_pages_on_gpu(tensors.q, tensors.k, tensors.others(), problem.options.window)
+    return add_launches(builder, problems, views, gpu, has_batch)
 
 
 def add_launches(
     builder: PlanBuilder,
-    launches: Sequence[Problem],
+    problems: Sequence[Problem],
     views: Mapping[str, View],
     gpu: Gpu,
     has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add the launches of a divided forward (`divide_forward`); return its results. views,
-    has_batch: as of `add_forward`."""
-    last = launches[-1]
-    results = result_views(builder, launches, views, has_batch)
+    """Add the launches of a divided forward; return its results. problems: of `divide_forward`,
+    one for each launch. views, has_batch: as of `add_forward`."""
+    last = problems[-1]
+    results = result_views(builder, problems, views, has_batch)
     operands = {name: builder.operand(views[name]) for name in "qkv"}
     if operands["k"].shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
@@ -173,7 +170,7 @@ def add_launches(
     optional = (_sink(builder, views["sink"]),) if last.sink else ()
     is_combined = last.out_gate and last.num_splits > 1
     gate = (gate_operand(builder, views[OUT_GATE]),) if is_combined else ()
-    for problem in launches:
+    for problem in problems:
         _add_launch(builder, problem, gpu, operands, results, (optional, tables, gate))
     named = [("q", results["out"])]
     offsets = dict(zip(last.tables, tables, strict=True))
@@ -231,17 +228,17 @@ def add_combine(
 
 
 def result_views(
-    builder: PlanBuilder, launches: Sequence[Problem], views: Mapping[str, View], has_batch: bool
+    builder: PlanBuilder, problems: Sequence[Problem], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
     """Declare memory for the results of a divided forward, by name.
 
     Rows past seqused_q are not written: they are 0 with an LSE of -inf. Where keys are split, the
     combining kernel writes every row of the results, and reads no O of a split whose LSE is -inf.
     """
-    last = launches[-1]
+    last = problems[-1]
     is_split, is_clipped = last.num_splits > 1, "seqused_q" in last.ragged
     batch, heads, _ = last.lse_shape
-    rows = sum(problem.q_shape[1] for problem in launches)
+    rows = sum(problem.q_shape[1] for problem in problems)
     out_shape, lse_shape = (batch, rows, *last.q_shape[2:]), (batch, heads, rows)
     of_out, of_lse = None, None
     if is_clipped and not is_split:
@@ -364,62 +361,3 @@ def _without_rows(
     heads = problem.q_shape[2:3]
     maxima = builder.allocate("max_logits", heads, torch.float32, whole(heads, -math.inf))
     return out, lse, maxima
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _check_grid(problem: Problem) -> None:
-    """Raise ValueError for more tiles than a grid can have. problem: divided."""
-    ctas = problem.num_tiles * problem.num_splits * problem.tiles.cluster
-    if ctas > LARGEST_GRID:
-        raise ValueError(
-            f"max_seqlen_q is {problem.max_seqlen_q}: {problem.sequences} sequences of as many "
-            f"queries take {ctas} CTAs; accepted: up to {LARGEST_GRID}; as max_seqlen_q the "
-            "longest sequence's, or a tensor, for the rows of q"
-        )
-
-
-def _check_list(tensors: ForwardTensors, problem: Problem) -> None:
-    """Raise ValueError for scheduler metadata that is not this call's. problem: divided."""
-    if not problem.lists_splits:
-        return
-    words = tensors.part_list
-    assert words is not None, "lists_splits says so"
-    length = list_length(problem.num_splits, problem.sequences)
-    if words.numel() != length:
-        raise ValueError(
-            f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "
-            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
-        )
-    made_for = marked(words)
-    if made_for is None and reads_contents(words.device):
-        made_for = tuple(words[1:HEADER].tolist())
-    wanted = problem.num_splits, problem.sequences, problem.q_shape[2]
-    if made_for is not None and made_for != wanted:
-        given, accepted = (
-            f"{sequences} sequences of {heads} query heads in up to {parts} parts"
-            for parts, sequences, heads in (made_for, wanted)
-        )
-        raise ValueError(
-            f"scheduler_metadata is a list for {given}; accepted: {accepted}, as "
-            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
-        )
-
-
-def _check_pages(tensors: ForwardTensors, problem: Problem) -> None:
-    """Check page numbers on a GPU if the user asks for it; those on the CPU, and all contents where
-    these are read, were checked with all else.
-
-    Raises ValueError as `check_page_numbers` does, and RuntimeError while a graph is captured.
-    """
-    if reads_contents(problem.device) or tensors.page_table is None:
-        return
-    if not environment.checks_pages():
-        return
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
-            "CUDA graph cannot capture; accepted: capture without it"
-        )
-    check_page_numbers(tensors.q, tensors.k, tensors.others(), problem.options.window)

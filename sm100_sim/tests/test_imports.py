@@ -1,4 +1,4 @@
-"""Who imports whom: packages those below them, and nothing of the repository around the project."""
+"""Imports: packages import those below them, and nothing of the repository around the project."""
 
 from __future__ import annotations
 

@@ -173,13 +173,13 @@ PACKAGES = {
 }
 #: Packages -> docstrings that may begin with a fragment: at most 3 % of them. Only ever lower it.
 FRAGMENTS = {
-    "fa4_hd256": 5,
+    "fa4_hd256": 0,
     "schedulers": 0,
     "softmax_emu": 0,
-    "sm100_sim": 5,
-    "bench": 5,
+    "sm100_sim": 0,
+    "bench": 0,
     "lab": 0,
-    "tests": 5,
+    "tests": 0,
     "examples": 0,
 }
 #: Openings that neither are a verb nor name a thing: question words, bare references, conjunctions.
@@ -275,11 +275,17 @@ def sizes(root: Path) -> list[str]:
             if source in COMPATIBLE:
                 limit += count
             if length > limit:
-                found.append(f"{where} has {length} lines, at most {limit}")
+                found.append(
+                    f"{where} has {length} lines, at most {limit} (MORE_LINES of "
+                    "tests/helpers/style.py has the exceptions)"
+                )
             count -= bool(parameters.args) and parameters.args[0].arg in ("self", "cls")
             most = MORE_PARAMETERS.get((source, function.name), MAX_PARAMETERS)
             if count > most and source not in COMPATIBLE:
-                found.append(f"{where} has {count} parameters, at most {most}")
+                found.append(
+                    f"{where} has {count} parameters, at most {most} (MORE_PARAMETERS of "
+                    "tests/helpers/style.py has the exceptions)"
+                )
     return found
 
 

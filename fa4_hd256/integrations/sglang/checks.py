@@ -1,4 +1,4 @@
-"""What SGLang's backend refuses when a model is loaded, and at a layer's first call."""
+"""Refusals of SGLang's backend: when a model is loaded, and at a layer's first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels for keys and values in e4m3 share: rows of Q in a range of their own, and scales.
+"""Shared by kernels for K and V in e4m3: rows of Q in a range of their own, and scales.
 
 NOTE [Q in place].  Each row of Q is brought to a range of its own by a power of two, so that it
 keeps its bits in a type of few exponents.  The rows' scales, which bring scores back, lie beside it

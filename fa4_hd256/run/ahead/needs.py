@@ -20,7 +20,7 @@ import torch
 from ...architectures import Architecture
 from ...call.backward_problem import BackwardProblem
 from ...call.checks import DTYPES, PAGE_TABLE
-from ...call.chunks import Chunk, Division
+from ...call.chunks import BackwardDivision, Chunk
 from ...call.forward_problem import (
     Problem,
     choose_tiles,
@@ -563,7 +563,9 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
                 builder = PlanBuilder(forward.device, {})
                 results = wanted, dict.fromkeys("qkv", True)
                 views = _views(ragged_forward, k_shape) | _of_gradients(problem)
-                add_division(builder, Division(problem, (chunk,)), results, views, (config, gpu))
+                add_division(
+                    builder, BackwardDivision(problem, (chunk,)), results, views, (config, gpu)
+                )
                 yield from builder.plan().specs
 
 

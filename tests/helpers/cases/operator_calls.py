@@ -44,6 +44,8 @@ def kvcache_arguments(*given: Any, **others: Any) -> tuple[Any, ...]:
 
 def _arguments(tensors: Any, values: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     own = {name: given.pop(name) for name in tensors._fields if name in given}
+    unknown = set(values._fields) - set(_PLAIN)
+    assert not unknown, f"_PLAIN of tests/helpers/cases/operator_calls.py lacks {sorted(unknown)}"
     plain = {name: given.pop(name, _PLAIN[name]) for name in values._fields}
     assert not given, f"no arguments of the operator: {sorted(given)}"
     return *tensors(**own), *values(**plain)

@@ -582,8 +582,8 @@ def test_drafts_have_the_backend(engine):
 
 
 def test_layers_of_another_head_dim(engine, monkeypatch):
-    """They keep SGLang's own backend, and both write the same cache; a model without layers of ours
-    is refused."""
+    """SGLang's own backend keeps them, and both write the same cache; a model without layers of
+    ours is refused."""
     monkeypatch.setattr(by_head_dim, "OTHERS", "torch_native")
     server = engine()
     model, config = server.runner.model, server.runner.model_config

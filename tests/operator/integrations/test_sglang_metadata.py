@@ -124,7 +124,7 @@ def test_nodes_of_trees_with_a_window(reach):
 
 
 def test_images_of_a_step():
-    """Those that the step has as a whole; a part of one stays causal."""
+    """Lengths of the whole step; a part of one stays causal."""
     spans = [(0, 2, 5), (0, 8, 9), (1, 30, 31), (1, 20, 24), (1, 9, 20)]
     found = ImageRows.of(spans, [6, 12], [2, 20], torch.device("cpu"))
     assert found.requests.tolist() == [0, 1, 1] and found.ends.tolist() == [6, 32, 25]

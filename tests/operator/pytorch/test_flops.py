@@ -60,7 +60,7 @@ def test_calls(device):
 
 
 def test_new_rows_of_a_cache(device):
-    """They are among the keys."""
+    """New rows are among the keys."""
     caches = [torch.randn(2, 64, 1, 256, device=device).bfloat16() for _ in "kv"]
     q, k, v = (torch.randn(2, 1, h, 256, device=device).bfloat16() for h in (2, 1, 1))
     lengths = torch.tensor([3, 17], dtype=torch.int32, device=device)

@@ -98,7 +98,7 @@ def test_a_forward_by_a_plan_that_was_found(case, launched):
 @pytest.mark.parametrize("name", ["dynamic", "split", "packed"])
 @pytest.mark.sampled
 def test_kernels_get_their_arguments_as_on_a_gpu(name, launched, monkeypatch):
-    """By one address, of the packed arguments: first calls and those that find their plan."""
+    """First calls and those that find their plan: by one address, of the packed arguments."""
     function, make, given = FORWARDS[name]
     inputs, options = make(), options_of(given)
     expected = function(*inputs, **options, return_lse=True)

@@ -34,6 +34,7 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_max_logits,
 )
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
+from fa4_hd256.call.options import UNBOUNDED
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
@@ -581,8 +582,10 @@ def test_plans_of_calls_name_kernels_that_are_known(arch, packed, monkeypatch):
     needs = Needs(("decode", "training"), ("dense", "packed"))
     known, found = set(specs_of(model, needs, target.architecture, target.gpu)), set()
     values = ForwardValues(
-        1.0, -(1 << 40), 0, 0.0, None, None, False, "", "", 1, True, None, None, 0
-    )
+        softmax_scale=1.0, window_left=UNBOUNDED, window_right=0, softcap=0.0, max_seqlen_q=None,
+        max_seqlen_k=None, use_clc=False, config="", backward_config="", num_splits=1,
+        backward_use_clc=True, score_mod=None, mask_mod=None, listed_tiles=0,
+    )  # fmt: skip
     shape = (1, 40) if packed else (2, 20)
     q, out, dout = (torch.zeros(*shape, 8, 256).bfloat16() for _ in range(3))
     k, v = (torch.zeros(*shape, 2, 256).bfloat16() for _ in "kv")
