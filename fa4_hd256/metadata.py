@@ -19,9 +19,8 @@ from .call.packed_ds import (
 )
 from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
-from .gpus.devices import is_captured
+from .gpus.devices import gpu_of, is_captured
 from .kernels.problem_class import KV_DTYPES
-from .run.launch import gpu_of
 from .words import shown
 
 __all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]

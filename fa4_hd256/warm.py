@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .gpus.devices import gpu_of
 from .gpus.family import architecture_of
 from .models import AttentionModel, Mask, model_named
 from .run.ahead.build import TARGETS, build, unique
@@ -18,7 +19,7 @@ from .run.ahead.options import OF_Q
 from .run.catalogue import KernelSpec
 from .run.compile import compile_kernel, counters
 from .run.kernel_names import kernel_named
-from .run.launch import gpu_of, prepare
+from .run.launch import prepare
 from .words import shown
 
 __all__ = ["WarmUp", "main", "warm_up"]

@@ -21,7 +21,8 @@ def say(offences: list[str]) -> str:
 def test_sizes():
     """Lines of files and functions, parameters."""
     offences = style.sizes(ROOT)
-    assert not offences, say(offences)
+    exceptions = "MORE_LINES and MORE_PARAMETERS of tests/helpers/style.py have the exceptions"
+    assert not offences, say([*offences, exceptions])
 
 
 def test_imports():

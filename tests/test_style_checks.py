@@ -34,8 +34,8 @@ def test_nothing_is_found_where_nothing_is(checkout):
     for installed in ("sm100_sim/build/lib", "sm100_sim/.venv/lib", "bench/build/lib"):
         (checkout / installed).mkdir(parents=True)
         (checkout / installed / "test_a.py").write_text(LONG)
-    text = "import sm100_sim\nfrom ... import call\n"
-    (checkout / "fa4_hd256/run/simulated/a.py").write_text(text)
+    text = "import sm100_sim\nfrom ... import environment\n"
+    (checkout / "fa4_hd256/gpus/simulated/a.py").write_text(text)
     assert [check(checkout) for check in CHECKS] == [[]] * len(CHECKS)
 
 
@@ -151,7 +151,8 @@ def test_fragments_up_to_the_ceiling_are_left(checkout, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["See `f`.", "As `a.f`", "like f."])
-def test_a_docstring_that_only_refers_is_named(checkout, text):
+def test_a_docstring_that_only_refers_is_named(checkout, monkeypatch, text):
+    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 1})
     (checkout / "bench/a.py").write_text(f'"""{text}"""\n')
     (checkout / "bench/b.py").write_text('"""Return the sum; see `f`."""\n')
     expected = f"bench/a.py:1: '{text}' refers to another docstring; write or delete it"

@@ -95,7 +95,7 @@ def engine_arguments(
 
 @dataclass(frozen=True)
 class Bench:
-    """What one run of the command measures."""
+    """Measurements of one run of the command."""
 
     size: models.Size
     load: Load

@@ -1,4 +1,4 @@
-"""Facts of the GPU that holds the tensors.
+"""Facts of the GPU that works on tensors.
 
 NOTE [pairs that fit].  The driver says how many CTA pairs are resident at once.  SMs come in
 groups.  In a group with an odd number, and in a slice of a GPU (MIG), an SM may have no peer.
@@ -11,10 +11,18 @@ import warnings
 
 import torch
 
-from . import driver
+from . import driver, simulated
 from .gpu import Gpu, of_capability
 
-__all__ = ["Gpu", "cuda_gpu", "is_captured"]
+__all__ = ["Gpu", "cuda_gpu", "gpu_of", "is_captured"]
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the GPU that tensors on this device are worked on by; the simulator's for the CPU."""
+    if device.type == "cuda":
+        return cuda_gpu(device)
+    with simulated.simulated_device() as device_of_simulator:
+        return simulated.simulated_gpu(device_of_simulator)
 
 
 def cuda_gpu(device: torch.device) -> Gpu:

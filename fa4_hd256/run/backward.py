@@ -28,7 +28,7 @@ from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options
 from ..call.packed_ds import check_begins
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
-from ..gpus.devices import Gpu
+from ..gpus.devices import Gpu, gpu_of
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.problem_class import GATE_OF_ELEMENTS, OUT_GATE
 from ..kernels.rows.sequences import padded_rows
@@ -43,7 +43,6 @@ from .backward_arguments import (
 )
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
 from .forward import gate_operand
-from .launch import gpu_of
 from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
 

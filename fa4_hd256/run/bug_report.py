@@ -13,9 +13,9 @@ import sys
 
 from .. import environment
 from ..architectures import ARCHITECTURES
+from ..gpus.simulated import simulated_device, simulated_gpu, simulator
 from ..package_name import package_version
 from .kernel_cache import disk_cache
-from .simulated import simulated_device, simulated_gpu, simulator
 
 __all__ = ["describe", "has_driver", "versions"]
 

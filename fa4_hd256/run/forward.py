@@ -22,7 +22,7 @@ from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors, ForwardValues
 from ..call.options import BY_RULE, Options
 from ..call.part_lists import check_list
-from ..gpus.devices import Gpu
+from ..gpus.devices import Gpu, gpu_of
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.mask.block_mask import MASK_STEPS
@@ -30,7 +30,6 @@ from ..kernels.problem_class import OUT_GATE
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
-from .launch import gpu_of
 from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
 from .tail import add_tail
 

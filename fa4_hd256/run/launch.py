@@ -12,9 +12,9 @@ import torch
 
 from .. import environment
 from ..architectures import ARCHITECTURES
-from ..gpus.devices import Gpu, cuda_gpu
+from ..gpus import simulated
+from ..gpus.devices import cuda_gpu
 from ..gpus.family import architecture_of, of_capability, target
-from . import simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter
 
@@ -94,14 +94,6 @@ def describe_gpus() -> str:
                 found = f"cannot be used: {error}"
         lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
     return "\n".join(lines)
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
-    if device.type == "cuda":
-        return cuda_gpu(device)
-    with simulated.simulated_device() as device_of_simulator:
-        return simulated.simulated_gpu(device_of_simulator)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from unittest import mock
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import as_if_seen
-from fa4_hd256.run.simulated import simulated_gpu
+from fa4_hd256.gpus.simulated import simulated_gpu
 from sm100_sim import DEVICES, SimulatedDevice, device
 from sm100_sim.timing import Machine, Values
 

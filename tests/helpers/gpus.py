@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.run.simulated import simulated_gpu
+from fa4_hd256.gpus.simulated import simulated_gpu
 from sm100_sim.devices import named
 
 

@@ -60,9 +60,10 @@ _RUN = (
     "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress",
     "fa4_hd256/waiting", *_CALL,
 )  # fmt: skip
+_SIMULATED = "fa4_hd256/gpus/simulated"
 #: That plans work: imported by what compiles kernels and by no kernel.
 _PROOF = "fa4_hd256/kernels/proof"
-_OPERATOR = (_PROOF, "fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
+_OPERATOR = (_PROOF, "fa4_hd256/run", _SIMULATED, *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _LOWER = ("", "/forward", "/backward")
 _OWN = tuple(
@@ -95,7 +96,9 @@ PACKAGES = {
     "fa4_hd256/waiting": (),
     "fa4_hd256/models": ("fa4_hd256/words",),
     "fa4_hd256/words": (),
-    "fa4_hd256/gpus": _SETTINGS,
+    "fa4_hd256/gpus": (_SIMULATED, *_SETTINGS),
+    # Calls on CPU tensors go there: the one package beside check that knows the simulator.
+    _SIMULATED: ("sm100_sim", "fa4_hd256/gpus", *_SETTINGS),
     # Modules shared by all architectures know none of them, and the forward not the backward.
     "fa4_hd256/kernels": _KERNELS,
     _PROOF: _SHARED,
@@ -118,9 +121,7 @@ PACKAGES = {
         )
     },
     "fa4_hd256/call": _CALL,
-    "fa4_hd256/run": (_PROOF, "fa4_hd256/run/simulated", *_RUN),
-    # Calls on CPU tensors go there: the one package beside check that knows the simulator.
-    "fa4_hd256/run/simulated": ("sm100_sim", *_RUN),
+    "fa4_hd256/run": (_PROOF, _SIMULATED, *_RUN),
     # The top also names what users import of an architecture.
     "fa4_hd256": (*_OWN, *_OPERATOR),
     # flash-attention's functions, on ours.
@@ -275,17 +276,11 @@ def sizes(root: Path) -> list[str]:
             if source in COMPATIBLE:
                 limit += count
             if length > limit:
-                found.append(
-                    f"{where} has {length} lines, at most {limit} (MORE_LINES of "
-                    "tests/helpers/style.py has the exceptions)"
-                )
+                found.append(f"{where} has {length} lines, at most {limit}")
             count -= bool(parameters.args) and parameters.args[0].arg in ("self", "cls")
             most = MORE_PARAMETERS.get((source, function.name), MAX_PARAMETERS)
             if count > most and source not in COMPATIBLE:
-                found.append(
-                    f"{where} has {count} parameters, at most {most} (MORE_PARAMETERS of "
-                    "tests/helpers/style.py has the exceptions)"
-                )
+                found.append(f"{where} has {count} parameters, at most {most}")
     return found
 
 

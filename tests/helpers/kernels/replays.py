@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fa4_hd256 import plans
+from fa4_hd256.gpus.simulated import simulated_device
 from fa4_hd256.plans import forget_plans as forget
 from fa4_hd256.run import launch
 from fa4_hd256.run.execute import Execution
-from fa4_hd256.run.simulated import simulated_device
 from sm100_sim.host.host_code import Run
 from sm100_sim.host.program import program_of
 from sm100_sim.launcher import Options, run_host_code

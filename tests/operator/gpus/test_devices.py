@@ -51,19 +51,19 @@ def machine(monkeypatch):
 
 def test_the_device_of_the_tensors_decides(machine):
     """Neither the current device decides, nor an earlier query."""
-    first, second = (launching.gpu_of(torch.device("cuda", index)) for index in (0, 1))
+    first, second = (devices.gpu_of(torch.device("cuda", index)) for index in (0, 1))
     assert (first.sms, first.pairs, first.l2_bytes_for_tiles) == (148, 74, 64 * MIB)
     # An SM without a peer, and one more that lies alone in its group.
     assert (second.sms, second.pairs, second.l2_bytes_for_tiles) == (19, 8, 8 * MIB)
     assert (first.tuning_name, second.tuning_name) == ("B200", "B300")
-    assert launching.gpu_of(torch.device("cuda")) is first
-    assert launching.gpu_of(torch.device("cuda", 1)) is second
+    assert devices.gpu_of(torch.device("cuda")) is first
+    assert devices.gpu_of(torch.device("cuda", 1)) is second
 
 
 def test_each_gpu_is_asked_once(machine, monkeypatch):
-    found = launching.gpu_of(torch.device("cuda", 1))
+    found = devices.gpu_of(torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    assert launching.gpu_of(torch.device("cuda", 1)) is found
+    assert devices.gpu_of(torch.device("cuda", 1)) is found
 
 
 def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
@@ -79,7 +79,7 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
     found = {}
     for index in (0, 1):
-        one = launching.gpu_of(torch.device("cuda", index))
+        one = devices.gpu_of(torch.device("cuda", index))
         scalars = call_scalars(problem, one)
         mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
         found[index] = (splits_for(problem, one), mix, scalars.clusters, scalars.l2_bytes)
@@ -93,13 +93,13 @@ def test_without_an_answer_of_the_driver(machine, monkeypatch):
 
     monkeypatch.setattr(driver, "resident_pairs", fails)
     with pytest.warns(RuntimeWarning, match="cuda:1 holds .*JIT_COMPILER.*half of its 19 SMs"):
-        assert launching.gpu_of(torch.device("cuda", 1)).pairs == 9
+        assert devices.gpu_of(torch.device("cuda", 1)).pairs == 9
 
 
 def test_without_the_clock_of_the_memory(machine, monkeypatch):
     """The rate of the family counts then, as much per SM."""
     monkeypatch.setattr(driver, "hbm_bytes_per_second", lambda index: 0.0)
-    rates = [launching.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
+    rates = [devices.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
     assert 7.5e12 < rates[0] < 8.5e12 and rates[1] == pytest.approx(rates[0] * 19 / 148)
 
 
@@ -122,7 +122,7 @@ def test_the_driver_says_why_it_fails():
 )
 def test_tensors_on_the_cpu_have_the_simulators_gpu(monkeypatch, name, sms, pairs):
     monkeypatch.setenv("SM100_SIM_DEVICE", name)
-    found = launching.gpu_of(CPU)
+    found = devices.gpu_of(CPU)
     assert (found.sms, found.pairs, found.l2_bytes_for_tiles) == (sms, pairs, 64 * MIB)
     assert found.hbm_bytes_per_second == 8e12
     assert found.tuning_name == ("B300" if name == "gb300" else "B200")

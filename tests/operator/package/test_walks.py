@@ -26,7 +26,7 @@ pytestmark = pytest.mark.simulator
 
 ROOT = Path(fa4_hd256.__file__).parent
 #: Answers about the process and its GPU, or the one that the simulator passes for.
-_FACTS = ("architectures.py", "environment.py", "gpus/", "run/simulated.py")
+_FACTS = ("architectures.py", "environment.py", "gpus/")
 
 
 class Trace:

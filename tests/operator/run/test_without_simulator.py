@@ -67,7 +67,7 @@ def test_commands_that_need_it(program, arguments, says):
 
 def test_a_module_missing_inside_the_simulator_is_another_error():
     """Advice to install what is there would mislead."""
-    code = "from fa4_hd256.run import simulated\nsimulated.simulator().launch"
+    code = "from fa4_hd256.gpus import simulated\nsimulated.simulator().launch"
     done = in_another_process("llvmlite", code)
     assert done.returncode == 1 and re.search("ModuleNotFoundError: .*llvmlite", done.stderr)
     assert "sm100_sim is not installed" not in done.stderr

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import environment
-from ..gpus.gpu import Gpu
+from .gpu import Gpu
 
 __all__ = ["simulated_device", "simulated_gpu", "simulator"]
 
