@@ -39,6 +39,7 @@ RAGGED_COLUMNS = (
     Column("steps"),
     Column("first", title="kernels made ready in step 1"),
     Column("later", title="in the others"),
+    Column("compiled", title="of all, compiled"),
     Column("seconds", "s", ".2f", "step 1"),
     Column("step", "ms", ".1f", "a later step, median"),
 )
@@ -150,7 +151,7 @@ def ragged_training(steps: int) -> Table:
         "A step: forward and backward of a causal layer and of one with a window of 1,024 keys, "
         f"packed documents of {ragged.MEAN_TOKENS} tokens on average, exponentially distributed, "
         f"{', '.join(map(str, ragged.TOTALS))} in all. Made ready: compiled, or loaded from a "
-        "cache. Cases share kernels, so that the first has most.",
+        "cache or a prebuilt directory. Cases share kernels, so that the first has most.",
     )
     return Table("ragged", "Kernels of packed training steps", RAGGED_COLUMNS, rows, notes)
 

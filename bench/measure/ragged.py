@@ -23,11 +23,12 @@ MASKS = ((None, None), (1023, 0))
 
 class Readied(NamedTuple):
     """Kernels that became ready in a run of steps, and what it took. first: in the first step;
-    later: in all others, which wait for each; seconds: of the first step; step: of the others, the
-    median."""
+    later: in all others, which wait for each; compiled: how many of all were, and not loaded from a
+    cache or a prebuilt directory; seconds: of the first step; step: of the others, the median."""
 
     first: int
     later: int
+    compiled: int
     seconds: float
     step: float
 
@@ -47,7 +48,7 @@ def train(
 ) -> Readied:
     """Run forward and backward of both masks over so many steps. gradients: of which of q, k and v,
     "qkv" as in full training and with LoRA."""
-    readied, seconds = list[int](), list[float]()
+    readied, seconds, compiled = list[int](), list[float](), counters["compiled"]
     for lengths in documents(steps, seed):
         before, begin = _readied(), time.perf_counter()
         _step(lengths, heads, gradients, device)
@@ -55,7 +56,10 @@ def train(
         readied.append(_readied() - before)
         seconds.append(time.perf_counter() - begin)
     others = sorted(seconds[1:])
-    return Readied(readied[0], sum(readied[1:]), seconds[0], others[len(others) // 2])
+    return Readied(
+        readied[0], sum(readied[1:]), counters["compiled"] - compiled, seconds[0],
+        others[len(others) // 2],
+    )  # fmt: skip
 
 
 def _readied() -> int:

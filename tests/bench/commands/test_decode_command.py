@@ -26,7 +26,7 @@ def test_cases_of_the_parts():
     assert tuple(decode.PARTS) == DECODE_PARTS == tuple(_cases(None))
     # New rows are of one query each; a part without such a case is left out.
     assert {name: len(cases) for name, cases in _cases("128x(1, 131072)").items()} == {
-        "rates": 1, "kv-types": 1, "pages": 1, "small-pages": 2,
+        "rates": 1, "kv-types": 1, "pages": 1,
     }  # fmt: skip
     assert [case.shape for case in _cases("128x", "new-rows")["new-rows"]] == ["128x(1, 8192)"]
     with pytest.raises(ValueError, match=r"no case has '7x' in its line; there are decode: 4x\(1"):

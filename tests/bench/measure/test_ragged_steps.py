@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from operator_calls import backward_arguments, forward_arguments
@@ -9,7 +11,10 @@ from operator_calls import backward_arguments, forward_arguments
 from bench.measure import ragged
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
+from fa4_hd256.models import CAUSAL, AttentionModel, local
 from fa4_hd256.run import backward, forward
+from fa4_hd256.run.ahead.build import TARGETS
+from fa4_hd256.run.ahead.needs import Needs, specs_of
 
 
 def plans_of(lengths, heads, wanted, window_left):
@@ -45,6 +50,35 @@ def test_a_step_of_other_lengths_needs_no_other_kernel(heads, wanted, arch, monk
                 if step == 0:
                     known |= {*plan.specs, *plan.other_lengths}
                 assert set(plan.specs) <= known, (step, lengths, set(plan.specs) - known)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("heads", [(16, 8), (16, 2), (8, 8)], ids=str)
+@pytest.mark.sampled("(16, 8)-sm_90a", "(16, 2)-sm_100a")
+def test_prebuilt_kernels_of_training_serve_every_step(heads, arch, monkeypatch):
+    """A hundred steps, full and with LoRA: all take kernels that `build --use training` has."""
+    monkeypatch.setenv("FA4_HD256_ARCH", arch)
+    model = AttentionModel("of the steps", *heads, (CAUSAL, local(1024)))
+    target = TARGETS[arch]
+    needs = Needs(uses=("training",), forms=("packed",))
+    built = set(specs_of(model, needs, target.architecture, target.gpu))
+    taken = set()
+    for lengths in ragged.documents(100):
+        for window_left in (UNBOUNDED, 1023):
+            for wanted in ([True, True], [True, False], [False, True]):
+                for plan in plans_of(lengths, heads, wanted, window_left):
+                    taken |= set(plan.specs)
+    assert taken <= built, taken - built
+
+
+def test_what_a_run_counts(monkeypatch):
+    """Kernels of the first step, of the others, and how many were compiled: from `counters`."""
+    made = iter([{"compiled": 2, "disk": 1}, {"memory": 5}, {"prebuilt": 1, "memory": 1}])
+    monkeypatch.setattr(ragged, "counters", Counter({"compiled": 7}))
+    monkeypatch.setattr(ragged, "_step", lambda *step: ragged.counters.update(next(made)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found = ragged.train(3, (2, 1), "qkv", torch.device("cpu"))
+    assert (found.first, found.later, found.compiled) == (3, 1, 2)
 
 
 @pytest.mark.cuda

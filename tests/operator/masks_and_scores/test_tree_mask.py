@@ -351,6 +351,16 @@ def test_no_findings(sanitize):
     check(dense(5, 130, (8, 1)), trees(2, 5), num_splits=2)
 
 
+def test_words_of_any_strides_become_rows():
+    """Kernels read the words of a row one after the other."""
+    words = torch.arange(12, dtype=torch.int32).view(2, 6)
+    assert masks.tree_words(words) is words
+    for given in (words[:, ::2], words[:, :3].T):
+        found = masks.tree_words(given)
+        assert found.stride(1) == 1 and torch.equal(found, given)
+    assert torch.equal(masks.tree_words(words[0]), words[:1])
+
+
 SQUARE = torch.ones(3, 3, dtype=torch.bool)
 
 

@@ -1,0 +1,36 @@
+"""Scales of K and V in e4m3: every accepted form is one value per entry and KV head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa4_hd256.call.descales import descale_of, scale_layout
+from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES
+
+SEQUENCES, PAGES, HEADS = 3, 5, 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "shapes", "form"),
+    [(SEQUENCES, ((3, 2), (3, 2, 1), (1, 3, 2, 1)), OF_SEQUENCES),
+     (PAGES, ((5, 2), (5, 1, 2), (5, 1, 2, 1)), OF_PAGES)],
+    ids=("of sequences", "of pages"),
+)  # fmt: skip
+def test_forms(entries, shapes, form):
+    k, values = torch.empty(PAGES, 16, HEADS, 256), torch.randn(entries, HEADS)
+    for shape in shapes:
+        given = values.view(shape)
+        assert descale_of({"k_descale": given, "v_descale": given}, k, SEQUENCES, True) == form
+        assert torch.equal(scale_layout(given, form), values)
+
+
+@pytest.mark.parametrize("entries", [SEQUENCES, 1])
+def test_one_value_for_many_is_one_entry(entries):
+    """Expanded dimensions, of a view without stride, are taken once."""
+    of_heads = torch.randn(1, HEADS).expand(entries, HEADS)
+    assert torch.equal(scale_layout(of_heads, OF_SEQUENCES), of_heads[:1])
+    of_entries = torch.randn(SEQUENCES, 1).expand(SEQUENCES, HEADS)
+    assert torch.equal(scale_layout(of_entries, OF_SEQUENCES), of_entries[:, :1])
+    one = torch.randn(())
+    assert torch.equal(scale_layout(one, OF_SEQUENCES), one.view(1, 1))
