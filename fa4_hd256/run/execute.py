@@ -24,9 +24,9 @@ from ..call.memory import View
 from ..gpus.devices import is_captured
 from ..private_torch import current_device, current_stream
 from . import launch
-from .ahead import prebuilt
 from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
-from .compile import CompiledKernel, compile_kernel, is_capturing
+from .catalogue import KernelSpec
+from .compile import CompiledKernel, MissingKernelError, compile_kernel, is_capturing
 from .kept_tensors import made_to_keep
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
 from .tile_counter import tile_counter
@@ -47,6 +47,17 @@ def execute(plan: LaunchPlan, tensors: Tensors) -> tuple[Any, ...]:
 def addresses_of(tensors: Tensors) -> list[int]:
     """Return the addresses of the tensors that are given."""
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def prepare_others(specs: Sequence[KernelSpec], device: torch.device) -> None:
+    """Compile kernels that calls of other lengths may take, and load them into a device. Where
+    nothing may be compiled, load those that are there: a call that takes another one raises."""
+    for spec in specs:
+        try:
+            kernel = compile_kernel(spec)
+        except MissingKernelError:
+            continue
+        launch.prepare(kernel, device)
 
 
 class Execution:
@@ -73,10 +84,9 @@ class Execution:
         #: Zeros: places of what operations make and of the counter, filled in each run's own list.
         self._later = [0] * (len(results) + 1)
         compiled = {spec: compile_kernel(spec) for spec in plan.specs}
-        if device.type == "cuda" and prebuilt.jit_allowed() and not is_capturing():
+        if device.type == "cuda" and not is_capturing():
             # At the first step of a training run, not in the middle of it.
-            for spec in plan.other_lengths:
-                launch.prepare(compile_kernel(spec), device)
+            prepare_others(plan.other_lengths, device)
         #: The kernel of each spec and its host code, None for the simulator.
         self._kernels = {
             spec: (kernel, launch.host_function(kernel, device))

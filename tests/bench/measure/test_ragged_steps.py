@@ -12,9 +12,10 @@ from bench.measure import ragged
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
 from fa4_hd256.models import CAUSAL, AttentionModel, local
-from fa4_hd256.run import backward, forward
+from fa4_hd256.run import backward, compile, execute, forward
 from fa4_hd256.run.ahead.build import TARGETS
 from fa4_hd256.run.ahead.needs import Needs, specs_of
+from fa4_hd256.run.compile import MissingKernelError
 
 
 def plans_of(lengths, heads, wanted, window_left):
@@ -79,6 +80,22 @@ def test_what_a_run_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     found = ragged.train(3, (2, 1), "qkv", torch.device("cpu"))
     assert (found.first, found.later, found.compiled) == (3, 1, 2)
+
+
+def test_kernels_of_other_lengths_that_are_there_are_loaded(monkeypatch):
+    """Where nothing may be compiled, one that is missing is no error before a call takes it."""
+
+    def compiled(spec):
+        if spec == "missing":
+            raise MissingKernelError("missing", "build it", None)
+        return spec
+
+    loaded = []
+    monkeypatch.setattr(compile, "described", str)
+    monkeypatch.setattr(execute, "compile_kernel", compiled)
+    monkeypatch.setattr(execute.launch, "prepare", lambda kernel, device: loaded.append(kernel))
+    execute.prepare_others(["dv", "missing", "sum"], torch.device("cpu"))
+    assert loaded == ["dv", "sum"]
 
 
 @pytest.mark.cuda
