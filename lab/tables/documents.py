@@ -157,6 +157,12 @@ DOCUMENTS = {
             ("_varlen", "Packed sequences", ("--group", "'h200 varlen'")),
             ("_prefill", "Chunked prefill",
              ("--direction", "forward", "--group", "'chunked prefill'"), "cuDNN"),
+            ("_mha", "The forward of MHA",
+             ("--direction", "forward", "--group", "mha", "--warmup", "8", "--runs", "48"),
+             "cuDNN"),
+            ("_mha_backward", "The backward of MHA",
+             ("--direction", "backward", "--group", "mha", "--warmup", "4", "--runs", "24"),
+             "cuDNN"),
         )
     },
     **{
@@ -179,6 +185,16 @@ DOCUMENTS = {
     },
     "new_rows_h200": Document(
         "New rows of a cache on an H200", ("decode", "new-rows"), _SERVING
+    ),
+    "small_pages_h200": Document(
+        "Keys and values in pages of few rows on an H200",
+        ("decode", "small-pages", "--runs", "32", "--warmup", "8"), _SERVING,
+    ),
+    "packed_masks_h200": Document(
+        "Packed sequences with chosen keys on an H200",
+        ("masks", "--only", "'packed masks'", "--direction", "forward", "--runs", "24",
+         "--warmup", "4", "--seconds", "2"),
+        "docs/masks.md",
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "docs/masks.md"),
     "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "docs/masks.md"),

@@ -139,8 +139,28 @@ def decode() -> str:
     return f"{_markdown(heading, lines)}\n\n{_origins('decode_h200')}"
 
 
+def mha() -> str:
+    """Return MHA without GQA: ours, and how many times the rate of the best peer."""
+    tables = {
+        "forward": "throughput_h200_mha", "backward": "throughput_h200_mha_backward",
+    }  # fmt: skip
+    forward, backward = map(_rows, tables.values())
+    lines = []
+    for first, second in zip(forward, backward, strict=True):
+        if (first["shape"], first["heads"]) != (second["shape"], second["heads"]):
+            raise ValueError(f"{', '.join(tables.values())} have rows of other shapes")
+        cells = [f"{first['shape'].replace('..', ' to ')}, {first['heads']}"]
+        for row in (first, second):
+            cells += [" / ".join(_rates(row)), row["best peer / ours"]]
+        lines.append(cells)
+    heading = ["tokens, heads", "forward", "over the best peer", "backward", "over the best peer"]
+    return f"{_markdown(heading, lines)}\n\n{_origins(*tables.values())}"
+
+
 #: Name -> text of a section.
-SECTIONS: dict[str, Callable[[], str]] = {"dense": dense, "others": others, "decode": decode}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "dense": dense, "others": others, "mha": mha, "decode": decode,
+}  # fmt: skip
 
 
 def with_sections(text: str) -> str:
