@@ -83,7 +83,7 @@ def test_what_a_run_counts(monkeypatch):
 
 
 def test_kernels_of_other_lengths_that_are_there_are_loaded(monkeypatch):
-    """Where nothing may be compiled, one that is missing is no error before a call takes it."""
+    """Load what a prebuilt directory has; a missing one is no error before a call takes it."""
 
     def compiled(spec):
         if spec == "missing":
