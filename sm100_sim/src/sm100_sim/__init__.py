@@ -5,7 +5,10 @@
 | launch | run what `cute.compile` returned, on CPU tensors |
 | launch_packed | the same, its arguments packed by the caller |
 | launch_ptx | run a kernel of a PTX module, on numpy arrays |
-| attached, Session | run a GPU program in CuTe DSL as it is |
+| launch_triton | run a Triton kernel, on CPU tensors or numpy arrays |
+| launch_cuda, compile_cuda, CompiledCuda | run a kernel in CUDA C++, compiled by NVRTC |
+| tensor_map | the TMA descriptor of an array, as an argument of a kernel |
+| attached, Session | run a GPU program in CuTe DSL or Triton as it is |
 | Options, LaunchConfig, launch_configs, keeping_ptx | how launches run; what a call launches |
 | Report, last_reports, Finding, Cause | what a launch did, what is wrong with it |
 | SimulationError and its subclasses, PtxSyntaxError | what ends a launch |
@@ -25,10 +28,12 @@ if TYPE_CHECKING:
     from . import timing, tools
     from .attach import Session, attached
     from .causes import Cause
+    from .cuda_launcher import CompiledCuda, compile_cuda, launch_cuda
     from .devices import DEVICES, SimulatedDevice, default_device, device
     from .errors import (
         BarrierError,
         ClcError,
+        CompileError,
         CtaExited,
         DivergenceError,
         Hang,
@@ -44,9 +49,10 @@ if TYPE_CHECKING:
     from .jit.cache import cache_state
     from .launcher import Options, launch, launch_packed
     from .ptx.parser import PtxSyntaxError
-    from .ptx_launcher import launch_ptx
+    from .ptx_launcher import launch_ptx, tensor_map
     from .report import Report, last_reports
     from .sanitizer.findings import Finding
+    from .triton_launcher import launch_triton
 
 __version__ = "0.1.0"
 
@@ -55,6 +61,8 @@ __all__ = [
     "BarrierError",
     "Cause",
     "ClcError",
+    "CompileError",
+    "CompiledCuda",
     "CtaExited",
     "DivergenceError",
     "Finding",
@@ -74,14 +82,18 @@ __all__ = [
     "UnknownInstruction",
     "attached",
     "cache_state",
+    "compile_cuda",
     "default_device",
     "device",
     "keeping_ptx",
     "last_reports",
     "launch",
     "launch_configs",
+    "launch_cuda",
     "launch_packed",
     "launch_ptx",
+    "launch_triton",
+    "tensor_map",
     "timing",
     "tools",
 ]
@@ -90,16 +102,18 @@ __all__ = [
 _HOMES = {
     "attach": ("Session", "attached"),
     "causes": ("Cause",),
+    "cuda_launcher": ("CompiledCuda", "compile_cuda", "launch_cuda"),
     "devices": ("DEVICES", "SimulatedDevice", "default_device", "device"),
     "errors": (
-        "BarrierError", "ClcError", "CtaExited", "DivergenceError", "Hang", "LaunchError",
-        "MemoryFault", "Misaligned", "MissingExtra", "SimulationError", "TmemError",
+        "BarrierError", "ClcError", "CompileError", "CtaExited", "DivergenceError", "Hang",
+        "LaunchError", "MemoryFault", "Misaligned", "MissingExtra", "SimulationError", "TmemError",
         "UnknownInstruction",
     ),
     "host": ("LaunchConfig", "keeping_ptx", "launch_configs"),
     "launcher": ("Options", "launch", "launch_packed"),
     "ptx.parser": ("PtxSyntaxError",),
-    "ptx_launcher": ("launch_ptx",),
+    "ptx_launcher": ("launch_ptx", "tensor_map"),
+    "triton_launcher": ("launch_triton",),
     "report": ("Report", "last_reports"),
     "sanitizer.findings": ("Finding",),
     "jit.cache": ("cache_state",),

@@ -1,5 +1,5 @@
-"""`python -m sm100_sim SCRIPT.py [args...]` runs a GPU script in the simulator; `COMMANDS` has what
-else there is, and `python -m sm100_sim COMMAND --help` says how to call it."""
+"""`python -m sm100_sim [flags] SCRIPT.py [args...]` runs a GPU script in the simulator; `COMMANDS`
+has what else there is, and `python -m sm100_sim COMMAND --help` says how to call it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .errors import MissingExtra
 #: Command -> (module, function of its arguments that returns the exit status, what it does). Each
 #: is imported when it is called: `record` runs without llvmlite.
 COMMANDS = {
+    "run": ("command.run", "run_file", "a kernel in CUDA C++ (through NVRTC) or PTX, its arguments "
+            "given on the command line"),
     "mutate": ("mutation.command", "mutate", "what the sanitizer finds: a script's kernels with "
                "one synchronisation instruction left out"),
     "predict": ("timing.__main__", "main", "predicted time of a script's kernels, critical path"),

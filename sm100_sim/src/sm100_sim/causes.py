@@ -11,10 +11,14 @@ and, for instance, as a read of bytes in flight: these count as one.
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .terminal import painted
 
 #: Kinds that say that two accesses are not ordered. Of them which access came first is chance.
 _UNORDERED = frozenset((
@@ -46,18 +50,24 @@ class Cause:
     lines: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Two lines: what and how much of it, and one finding, long register lists shortened."""
+        """Return `shown` without colours."""
+        return self.shown()
+
+    def shown(self, colour: bool = False) -> str:
+        """What and how much of it in one line, then one finding: the first access, the second and
+        the missing edge, a line each."""
         count = len(self.findings)
-        what = " and ".join(self.kinds) + (f" in {self.about}" if self.about else "")
+        what = painted(" and ".join(self.kinds), "red", colour)
+        what += f" in {self.about}" if self.about else ""
         parts = (
             f"{count} finding{'s' * (count > 1)}",
             f"seen {self.times} times" * (self.times > count),
             _ctas(self.ctas),
-            _ranges("warp", self.warps),
-            _ranges("PTX line", self.lines),
+            ranges("warp", self.warps),
+            ranges("PTX line", self.lines),
         )
-        lead = "for example " if count > 1 else ""
-        return f"{what}: {', '.join(filter(None, parts))}\n{lead}{_shortened(self.findings[0])}"
+        head = f"{what}: {', '.join(filter(None, parts))}"
+        return "\n".join([head, *finding_lines(self.findings[0], colour)])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as JSON values; findings by their text."""
@@ -97,11 +107,51 @@ def causes_of(findings: Iterable[str]) -> list[Cause]:
     return [_cause(group) for group in groups.values()]
 
 
-def listed(causes: Iterable[Cause]) -> str:
+def finding_lines(finding: Any, colour: bool = False) -> list[str]:
+    """A finding for people: "first", "second" and "missing", each with its place; what is no pair
+    of accesses has "at" and "missing", or only "what"."""
+    parties = getattr(finding, "parties", ())
+    missing = getattr(finding, "missing", str(finding))
+    labels = ("first", "second") if len(parties) > 1 else ("at",)
+    rows = [(label, _party(one, colour)) for label, one in zip(labels, parties, strict=False)]
+    rows.append(("missing" if parties else "what", shortened(missing)))
+    return [painted(f"{label}:".ljust(9), "cyan", colour) + text for label, text in rows]
+
+
+def _party(party: Any, colour: bool) -> str:
+    """An access in one line: its source line and text if they are known, else the instruction."""
+    opcode = shortened(party.text)
+    who = f"PTX line {party.line}, CTA {party.cta} warp {party.warp}"
+    does = f"{party.what}, " if party.what else ""
+    if party.source is None:
+        return f"`{opcode}` ({does}{who})"
+    code = source_text(*party.source)
+    where = painted(place_name(*party.source), "bold", colour)
+    via = "".join(f" < {place_name(*outer)}" for outer in party.stack[-1:])
+    name = re.sub(r"^@\S+\s+", "", opcode).split()[0]
+    return f"{where}{via}: {code + '  ' if code else ''}({does}{name} at {who})"
+
+
+def source_text(file: str, line: int) -> str:
+    """Return a line of a source file without its indentation, "" if the file is not there."""
+    return linecache.getline(file, line).strip()
+
+
+def place_name(file: str, line: int) -> str:
+    """Return a place in a file as short as can be told apart: below the working directory, or with
+    its last two folders."""
+    below = os.path.relpath(file) if os.path.isabs(file) else file
+    if below.startswith(".."):
+        parts = file.split(os.sep)
+        below = file if len(parts) <= 5 else os.sep.join(("...", *parts[-3:]))
+    return f"{below}:{line}"
+
+
+def listed(causes: Iterable[Cause], colour: bool = False) -> str:
     """The causes as numbered paragraphs."""
     paragraphs = []
     for number, cause in enumerate(causes, 1):
-        head, *rest = str(cause).splitlines()
+        head, *rest = cause.shown(colour).splitlines()
         paragraphs.append("\n".join([f"  {number}. {head}", *(f"     {line}" for line in rest)]))
     return "\n".join(paragraphs)
 
@@ -112,6 +162,8 @@ def _links(finding: Any) -> Iterator[Any]:
     if not stretches:
         yield _NUMBER.sub("", finding)
         return
+    if finding.kind == "barrier-not-visible":  # one fence behind the initialisation serves all
+        yield finding.kind, finding.missing
     unordered = finding.kind in _UNORDERED
     rule = "unordered" if unordered else finding.kind, finding.about
     yield *rule, frozenset(stretches) if unordered else stretches
@@ -144,7 +196,8 @@ def _cause(group: Sequence[Any]) -> Cause:
     )  # fmt: skip
 
 
-def _shortened(finding: str) -> str:
+def shortened(finding: str) -> str:
+    """Return a text without the middle of long lists of registers."""
     return _REGISTERS.sub(r"{\1, ..., \2}", finding)
 
 
@@ -155,7 +208,7 @@ def _ctas(ctas: Sequence[tuple[int, ...]]) -> str:
     return f"{len(ctas)} CTAs from {low} to {high}"
 
 
-def _ranges(what: str, numbers: Sequence[int]) -> str:
+def ranges(what: str, numbers: Sequence[int]) -> str:
     """Sorted numbers, neighbours as a range: "warps 0-3, 8"."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -80,6 +80,10 @@ class SimulationError(Exception):
         return text
 
 
+class CompileError(ValueError):
+    """A source that its compiler refuses; the text has the compiler's messages."""
+
+
 class MissingExtra(ImportError):
     """A package is not installed that an extra of this distribution brings."""
 

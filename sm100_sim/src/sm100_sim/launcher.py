@@ -71,7 +71,7 @@ class Options:
                     f"{name} is {shown(number)}; accepted: whole numbers from {least} on"
                 )
         for name, accepted in (
-            ("sanitize", (False, True, "strict", "strict-order")),
+            ("sanitize", (False, True, "wait-ld", "strict", "strict-order")),
             ("schedule", ("eager", "lazy")),
         ):
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from .ptx.parser import Param
 from .report import Report
 from .settings import read_settings
 from .state.launch import LaunchConfig
+from .state.tensormap import TensorMap, encode
 from .words import shown
 
 Extent = int | tuple[int, ...]
@@ -66,7 +68,7 @@ def launch_ptx(
         dynamic_smem, tuple(map(ctypes.addressof, values)), ptx=ptx,
         moves_registers=parsed.fixes_registers,
     )  # fmt: skip
-    arrays = [value for value in arguments if not isinstance(value, np.generic)]
+    arrays = [getattr(v, "mapped", v) for v in arguments if not isinstance(v, np.generic)]
     (report,) = run_host_code(
         lambda on_launch: on_launch(config),
         tensor_ranges(arrays),
@@ -74,6 +76,55 @@ def launch_ptx(
         settings.report,
     )
     return report
+
+
+#: Type of an array -> that of its descriptor.
+_ELEMENTS = {
+    "uint8": "u8", "int8": "u8", "uint16": "u16", "int16": "u16", "uint32": "u32", "int32": "s32",
+    "uint64": "u64", "int64": "s64", "float16": "f16", "float32": "f32", "float64": "f64",
+    "bfloat16": "bf16",
+}  # fmt: skip
+
+
+class _Descriptor(bytes):
+    """The bytes of a TMA descriptor. mapped: the array that it describes."""
+
+    mapped: Any
+
+
+def tensor_map(
+    array: Any, box: Sequence[int], *, swizzle: int = 0, dtype: str | None = None
+) -> bytes:
+    """Return the TMA descriptor (CUtensorMap) of a contiguous array, an argument of `launch_ptx`.
+
+    The kernel may then touch the array. box: elements of a tile, in the order of the array's shape. swizzle: its span in
+    bytes, 0, 32, 64 or 128. dtype: the descriptor's element type ("bf16"), where the array's own
+    does not say it. Raises TensorMapError (a SimulationError) for what `cuTensorMapEncodeTiled`
+    does not accept, and LaunchError for an array that is not contiguous or whose type has no
+    descriptor.
+    """
+    name = str(array.dtype).removeprefix("torch.")
+    shape, size = tuple(array.shape), _item_bytes(array)
+    ((start, end, _),) = tensor_ranges([array])
+    if end - start != size * math.prod(shape):
+        raise LaunchError(f"an array of shape {shape} for a tensor map is not contiguous")
+    if dtype is None and name not in _ELEMENTS:
+        raise LaunchError(f"type {name} has no TMA descriptor; accepted: {', '.join(_ELEMENTS)}")
+    strides = [size]
+    for extent in reversed(shape):
+        strides.append(strides[-1] * extent)
+    ones = (1,) * len(shape)
+    described = TensorMap(
+        start, dtype or _ELEMENTS[name], shape[::-1], tuple(strides[1:-1]), tuple(box)[::-1], ones,
+        swizzle, l2_promotion=128, version=0,
+    )  # fmt: skip
+    made = _Descriptor(encode(described))
+    made.mapped = array
+    return made
+
+
+def _item_bytes(array: Any) -> int:
+    return array.itemsize if hasattr(array, "itemsize") else array.element_size()
 
 
 def _extent(name: str, value: Extent) -> tuple[int, int, int]:

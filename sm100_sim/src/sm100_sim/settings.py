@@ -6,7 +6,7 @@
 | SM100_SIM_DEVICE | b200, gb200, b300, gb300 or h200, also with a number of SMs: b200:19 | b200 |
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as the device holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
-| SM100_SIM_SANITIZE | 1, strict or strict-order checks for races and lifetime errors | 0 |
+| SM100_SIM_SANITIZE | 1, wait-ld, strict or strict-order checks for races and lifetime errors | 0 |
 | SM100_SIM_THREADS | clusters that run at the same time, 1 or more | the cores of the process |
 | SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
@@ -50,9 +50,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read and check the variables. Raises ValueError naming a variable with a wrong value."""
     environment = os.environ if environment is None else environment
     sanitize = environment.get("SM100_SIM_SANITIZE", "0") or "0"
-    if sanitize not in ("0", "1", "strict", "strict-order"):
+    if sanitize not in ("0", "1", "wait-ld", "strict", "strict-order"):
         raise ValueError(
-            f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1, strict and strict-order"
+            f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1, wait-ld, strict and "
+            "strict-order"
         )
     return Settings(
         report=environment.get("SM100_SIM_REPORT") or None,

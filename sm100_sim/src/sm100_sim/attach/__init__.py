@@ -1,14 +1,16 @@
-"""`attached()`: GPU programs in CuTe DSL run in the simulator, unmodified as far as possible.
+"""`attached()`: GPU programs in CuTe DSL and Triton run in the simulator, unmodified as far as
+possible.
 
 While attached, device queries answer as the simulated device (`devices`: a B200 unless it is told
-another), CuTe DSL compiles for it, tensors made on a CUDA device lie in host memory, and calls of
-compiled functions, plain and tvm-ffi, launch in the simulator. Events and streams are accepted;
-their times are those of this machine.
+another), CuTe DSL and Triton compile for it, tensors made on a CUDA device lie in host memory, and
+calls of compiled functions, plain and tvm-ffi, launch in the simulator. Events and streams are
+accepted; their times are those of this machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -23,6 +25,7 @@ from sm100_sim.host.capsule import CudaCapsule
 from sm100_sim.launcher import options_from, run_host_code
 from sm100_sim.report import Report
 from sm100_sim.settings import read_settings
+from sm100_sim.triton_launcher import driving
 
 from .live import pointer_ranges
 from .patch import Patch, applied
@@ -41,21 +44,31 @@ LIBRARY_CACHES = (
 class Session:
     """Launches inside one `attached()`.
 
-    reports: of the launches, in order. failures: the errors that ended others.
+    reports: of the launches, in order. failures: the errors that ended others. modules: kernel ->
+    the PTX that it was launched from.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self.reports: list[Report] = []
         self.failures: list[BaseException] = []
+        self.modules: dict[str, str] = {}
 
     def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
         """Run host code that was called with `arguments`, and the kernels it launches."""
         settings = read_settings()
         options = options_from(settings, **{**self._options, "observe": self._observe})
         ranges = sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
+
+        def noted(on_launch: Callable[[LaunchConfig], None]) -> None:
+            def launch(config: LaunchConfig) -> None:
+                self.modules[config.kernel_name] = config.ptx
+                on_launch(config)
+
+            call(launch)
+
         try:
-            run_host_code(call, ranges, options, settings.report)
+            run_host_code(noted, ranges, options, settings.report)
         except (SimulationError, KeyboardInterrupt) as error:
             self.failures.append(error)
             raise
@@ -82,8 +95,8 @@ def attached(
     clusters, seed, schedule, sanitize, trace: as for `launch`, for every launch inside; the
     SM100_SIM_* environment variables are read where none is given. observe: called with the
     `LaunchConfig` of each launch and its report. Yields a `Session`, whose `reports` grow with each
-    launch. Raises RuntimeError inside another `attached()`, and ImportError without what the extra
-    `attach` installs: PyTorch, CuTe DSL and cuda-bindings.
+    launch. Raises RuntimeError inside another `attached()`, and ImportError without PyTorch or
+    without a compiler: the extra `attach` installs CuTe DSL, `triton` Triton.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
     kernel may touch the tensors of its call and those whose addresses the call has as integers, or
@@ -92,12 +105,8 @@ def attached(
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
-    try:
-        import cutlass  # noqa: F401
-
-        from . import driver, torch_cuda
-    except ModuleNotFoundError as error:
-        raise MissingExtra("attached()", "attach", error) from error
+    has_dsl, has_triton = _compilers()
+    from . import torch_cuda
 
     session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize,
                       trace=trace, observe=observe)  # fmt: skip
@@ -106,9 +115,14 @@ def attached(
         with contextlib.ExitStack() as stack:
             stack.enter_context(_no_library_caches())
             stack.enter_context(applied(torch_cuda.patches()))
-            stack.enter_context(applied(driver.patches()))
-            stack.enter_context(_compiling_for_target())
-            stack.enter_context(applied(_dsl_patches(session)))
+            if has_dsl:
+                from . import driver
+
+                stack.enter_context(applied(driver.patches()))
+                stack.enter_context(_compiling_for_target())
+                stack.enter_context(applied(_dsl_patches(session)))
+            if has_triton:
+                stack.enter_context(driving(session.run))
             torch_cuda.register_custom_operators()
             yield session
     finally:
@@ -118,6 +132,21 @@ def attached(
 _active: list[Session] = []
 
 
+def _compilers() -> tuple[bool, bool]:
+    """Whether CuTe DSL and Triton are installed. Raises MissingExtra if neither is, or no
+    PyTorch."""
+    found = []
+    for name in ("torch", "cutlass", "triton"):
+        try:
+            importlib.import_module(name)
+            found.append(True)
+        except ModuleNotFoundError as error:
+            found.append(False)
+            if name == "torch" or found[1:] == [False, False]:
+                raise MissingExtra("attached()", "attach", error) from error
+    return found[1], found[2]
+
+
 @contextlib.contextmanager
 def _compiling_for_target() -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
@@ -125,13 +154,15 @@ def _compiling_for_target() -> Iterator[None]:
     variables = CuTeDSL._get_dsl().envar
     saved = vars(variables).get("_arch")
     with keeping_ptx(), warnings.catch_warnings():
-        # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
+        # With its lines, findings name the source. Keeping PTX bypasses the DSL's cache of compiled
+        # functions, as is meant here.
         warnings.filterwarnings("ignore", message="Cache is disabled")
         variables.arch = devices.current().target
+        lines, variables.lineinfo = variables.lineinfo, True
         try:
             yield
         finally:
-            variables._arch = saved
+            variables._arch, variables.lineinfo = saved, lines
 
 
 @contextlib.contextmanager

@@ -55,8 +55,6 @@ def pointer_ranges(
         return
     import torch
 
-    from .driver import allocations
-
     seen = set()
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and value.layout is torch.strided:
@@ -68,4 +66,6 @@ def pointer_ranges(
             if every or first < last:
                 yield start, end, "a live tensor"
     if every:
+        from .driver import allocations
+
         yield from allocations()

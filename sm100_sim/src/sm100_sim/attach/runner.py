@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import runpy
@@ -9,93 +10,61 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from sm100_sim.causes import causes_of, listed
+from sm100_sim.command import flags
+from sm100_sim.command.files import Outcome, write_files
+from sm100_sim.command.summary import summary
 from sm100_sim.errors import MissingExtra, SimulationError
-from sm100_sim.report import Report
+from sm100_sim.terminal import wants_colour
 
 from . import Session, attached
 
-USAGE = """usage: python -m sm100_sim SCRIPT.py [args...]
+USAGE = """usage: python -m sm100_sim [flags] SCRIPT.py [args...]
 
-Runs a CuTe DSL script that was written for a B200 on this machine's CPU: device queries answer as
-the GPU that SM100_SIM_DEVICE names (a B200), CUDA tensors lie in host memory, compiled functions
+Runs a script in CuTe DSL or Triton that was written for a B200 on this machine's CPU: device
+queries answer as the GPU that --device names (a B200), CUDA tensors lie in host memory, kernels
 launch in the simulator. A summary of all launches is printed at the end, and behind it what was
-found, by cause, also if the script fails; the exit status is the script's. SM100_SIM_* environment
-variables apply (sm100_sim.settings); SM100_SIM_SANITIZE=1 looks for races.
+found, by cause, also if the script fails; the exit status is the script's. --sanitize looks for
+races. SM100_SIM_* environment variables apply, too (sm100_sim.settings).
+
+flags: --sanitize[=wait-ld|strict|strict-order] --seed N --device b200[:SMS] --clusters N
+       --keep-ptx DIR --html FILE --sarif FILE --junit FILE
 """
+#: Folders of packages whose frames say nothing to the author of a kernel.
+_MACHINERY = frozenset({"sm100_sim", "triton", "nvidia_cutlass_dsl", "cutlass", "tvm_ffi"})
 #: Exit status of a script that an exception, an interrupt or a termination ends.
 _FAILED, _INTERRUPTED, _TERMINATED = 1, 130, 143
 
 
-def summary(reports: Iterable[Report], failures: Sequence[BaseException] = ()) -> str:
-    """One line for each kernel (launches, grid, seconds, warp instructions), then its findings.
-
-    failures: errors that ended launches; what was found before them counts.
-    """
-    kernels: dict[str, list[Report]] = {}
-    for report in reports:
-        kernels.setdefault(report.kernel, []).append(report)
-    if not kernels and not failures:
-        return "sm100_sim: no kernel was launched"
-    lines = [
-        f"sm100_sim: {sum(map(len, kernels.values()))} launches of {len(kernels)} kernels"
-        f"{f', {len(failures)} more failed' if failures else ''}",
-        f"{'launches':>8} {'translate s':>11} {'run s':>8} {'warp instr.':>12}  kernel",
-    ]
-    for name, launches in kernels.items():
-        count = sum(part["warps"] for r in launches for part in r.instructions.values())
-        last = launches[-1]
-        shape = f"grid {last.grid}, cluster {last.cluster}, block {last.block}"
-        lines.append(
-            f"{len(launches):8} {sum(r.translate_seconds for r in launches):11.2f} "
-            f"{sum(r.wall_seconds for r in launches):8.2f} {count:12}  {name[:80]} ({shape})"
-        )
-    return "\n".join([*lines, *_found(kernels, failures)])
-
-
-def _found(kernels: dict[str, list[Report]], failures: Sequence[BaseException]) -> Iterator[str]:
-    """The findings of each kernel by cause, those of failed launches included."""
-    found = {
-        name: [f for report in some for f in report.findings] for name, some in kernels.items()
-    }
-    for failure in failures:
-        name = getattr(failure, "kernel", None) or "a launch that failed"
-        found.setdefault(name, []).extend(getattr(failure, "findings", ()))
-    for name, findings in found.items():
-        causes = causes_of(findings)
-        if causes:
-            count = sum(len(cause.findings) for cause in causes)
-            yield (
-                f"sm100_sim: {count} finding{'s' * (count > 1)} of {len(causes)} "
-                f"cause{'s' * (len(causes) > 1)} in {name}"
-            )
-            yield listed(causes)
-
-
 def run_script(arguments: list[str]) -> int:
-    """Run the script `arguments[0]` with the rest as its arguments; returns the exit status.
+    """Run a script; returns the exit status.
 
-    If an exception ends the script, its traceback is printed, then the summary.
+    arguments: flags (`command.flags`), the script, its own arguments. If an exception ends the
+    script, its traceback is printed, then the summary.
     """
-    script = arguments[0]
-    if not os.path.isfile(script):
-        print(f"sm100_sim: {script!r} is not a file", file=sys.stderr)
+    made = flags.parser("", "Runs a GPU script in the simulator.", "SCRIPT.py")
+    made.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    choice = flags.parsed(made, arguments)
+    if not os.path.isfile(choice.file):
+        print(f"sm100_sim: {choice.file!r} is not a file", file=sys.stderr)
         return 2
     saved = sys.argv, list(sys.path)
-    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(script))
+    sys.argv = [choice.file, *choice.args]
+    sys.path[0] = os.path.dirname(os.path.abspath(choice.file))
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(flags.applied(choice))
             try:
-                session = stack.enter_context(attached())
+                session = stack.enter_context(attached(trace=bool(choice.html)))
             except MissingExtra as error:
                 print(f"sm100_sim: {error}", file=sys.stderr)
                 return 2
             stack.enter_context(_terminations())
-            status = _run(script, session)
-            print(summary(session.reports, session.failures), flush=True)
+            status = _run(choice.file, session)
+            print(summary(session.reports, session.failures, wants_colour(sys.stdout)), flush=True)
+            write_files(choice, Outcome(session.reports, session.failures, session.modules))
     finally:
         sys.argv, sys.path[:] = saved
     return status
@@ -140,7 +109,8 @@ def _run(script: str, session: Session) -> int:
 
 
 def _print_traceback(error: BaseException, script: str, failures: list[BaseException]) -> None:
-    """The script's own frames, without the findings: the summary has them."""
+    """The script's own frames, without the findings: the summary has them. Of an error of a launch
+    the frames below the script's are the compilers' and the simulator's, and are left out."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != script:
         frames = frames.tb_next
@@ -149,8 +119,19 @@ def _print_traceback(error: BaseException, script: str, failures: list[BaseExcep
         if isinstance(failure, SimulationError):
             failure.findings = ()
     sys.stdout.flush()
-    traceback.print_exception(type(error), error, frames or error.__traceback__)
-    sys.stderr.flush()
+    told = traceback.TracebackException(type(error), error, frames or error.__traceback__)
+    if isinstance(error, SimulationError):
+        told.stack = traceback.StackSummary.from_list(
+            [frame for frame in told.stack if not _is_machinery(frame.filename)]
+        )
+        told.__cause__ = told.__context__ = None
+    print("".join(told.format()), end="", file=sys.stderr, flush=True)
     for failure, found in zip(failures, findings, strict=True):
         if isinstance(failure, SimulationError):
             failure.findings = found
+
+
+def _is_machinery(file: str) -> bool:
+    """Return True for a file of the simulator or of a compiler."""
+    parts = os.path.normpath(file).split(os.sep)
+    return not _MACHINERY.isdisjoint(parts[:-1])

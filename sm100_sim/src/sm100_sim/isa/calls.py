@@ -147,9 +147,9 @@ def bind_assert(instruction, kernel):
     ties=Ties.NEVER,
 )
 def bind_call(instruction, kernel):
-    """Any other function."""
+    """Any other function: one that the module does not define, or a pointer."""
     raise unknown(
         instruction,
-        "function calls are not supported; a kernel must be one function "
-        "(calls of vprintf and __assertfail are)",
+        "calls go to functions that the module itself defines, to vprintf and to __assertfail; "
+        "link device code before, and call nothing through a pointer",
     )

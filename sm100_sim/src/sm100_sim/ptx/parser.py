@@ -15,6 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .declarations import (
+    MAX_DEPTH,
+    MAX_INSTRUCTIONS,
+    Function,
+    dimensions,
+    functions_of,
+    module_data,
+    moved,
+)
+
 RESERVED_SHARED_BYTES = 1024
 """Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself."""
 
@@ -115,7 +125,8 @@ class Instruction:
 
     ``opcode`` and ``modifiers`` are the dotted name split at the first dot by the parser; loading
     the kernel re-splits them at the longest prefix that the instruction table knows, and sets
-    ``row`` to what is found there. ``source`` is (file, line) of the last ``.loc``. ``spin`` marks
+    ``row`` to what is found there. ``source`` is (file, line) of the last ``.loc``, ``stack`` those
+    of the calls that lead there, the innermost first. ``spin`` marks
     a try_wait whose false result leads straight back to it (set by the control-flow analysis).
     """
 
@@ -127,6 +138,7 @@ class Instruction:
     text: str
     line: int
     source: tuple[str, int] | None = None
+    stack: tuple[tuple[str, int], ...] = ()
     spin: bool = False
     row: Any = field(default=None, repr=False, compare=False)
 
@@ -202,11 +214,7 @@ class Kernel:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*\d*\s*\])?\s*;")
-_BYTES = re.compile(
-    r"\.(?:global|const)\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[\d+\]\s*="
-    r"\s*\{([\d,\s]*)\}\s*;"
-)
-_CALL = re.compile(r"(?:\((\w+)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\(([^)]*)\))?$")
+_CALL = re.compile(r"(?:\(\s*(\w+)\s*\)\s*,\s*)?([\w$]+)\s*(?:,\s*\(([^)]*)\))?$")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
 _PARAM = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s.\w]*?)?"
@@ -224,6 +232,8 @@ _FLOAT = re.compile(r"^-?\d+\.\d*(?:[eE][+-]?\d+)?$")
 _FAMILY = re.compile(r"^(.*?)(\d+)$")
 _DECLARED = re.compile(r"([\w$%]+)(?:<(\d+)>)?")
 _FAMILY_LIMIT = 1 << 20
+#: The end of an inlined function, in its own scope.
+_RETURN = Operand("label", "$return")
 
 
 def _integer(text: str) -> int:
@@ -245,22 +255,15 @@ def parse_module(text: str) -> dict[str, Kernel]:
     entries = list(_ENTRY.finditer(text))
     module_text = text[: entries[0].start()] if entries else text
     module_shared = _SHARED.findall(module_text)
-    data = _module_data(module_text)
+    data = module_data(module_text)
+    functions = functions_of(text) if ".func" in text else {}
     kernels = {}
     for entry in entries:
-        parser = _KernelParser(text, line_starts, files)
+        parser = _KernelParser(text, line_starts, files, functions)
         parser.define_data(data)
         kernel = parser.parse(entry, module_shared)
         kernels[kernel.name] = kernel
     return kernels
-
-
-def _module_data(text: str) -> dict[str, bytes]:
-    """Initialised byte arrays of a module by name."""
-    return {
-        name: bytes(int(value) for value in values.split(",") if value.strip())
-        for name, values in _BYTES.findall(text)
-    }
 
 
 def _parse_params(text: str) -> list[Param]:
@@ -281,14 +284,6 @@ def _parse_params(text: str) -> list[Param]:
 #: Directives that make every launch of a kernel one of clusters (PTX ISA, "Cluster Dimension
 #: Directives").
 _CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
-
-
-def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
-    match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
-    if match is None:
-        return None
-    x, y, z = ([int(part) for part in match[1].split(",")] + [1, 1])[:3]
-    return x, y, z
 
 
 class _Scope:
@@ -314,10 +309,20 @@ class _Scope:
 class _KernelParser:
     """Parses one entry function; holds the position, the scopes and the source location."""
 
-    def __init__(self, text: str, line_starts: list[int], files: dict[int, str]) -> None:
+    def __init__(
+        self, text: str, line_starts: list[int], files: dict[int, str],
+        functions: dict[str, Function],
+    ) -> None:  # fmt: skip
         self.text, self.line_starts, self.files = text, line_starts, files
-        self.scope: _Scope = _Scope(None)
+        self.functions = functions
+        #: Functions that are being inlined: name, and the places that the call comes from.
+        self.calls: list[tuple[str, tuple]] = [("", ())]
+        #: What every function sees: the module's data and shared memory.
+        self.module = self.scope = _Scope(None)
         self.source: tuple[str, int] | None = None
+        self.stack: tuple[tuple[str, int], ...] = ()
+        #: Place of a .loc -> the place that it is inlined at.
+        self.inlined: dict[tuple[str, ...], tuple[str, ...] | None] = {}
         self.unresolved: list[tuple[int, _Scope]] = []
         self.declarations = 0
         self.call_parameters: set[str] = set()
@@ -335,15 +340,16 @@ class _KernelParser:
         self.kernel = kernel = Kernel(
             entry[1], _parse_params(entry[2] or ""), {}, module_data=self.data
         )
-        kernel.reqntid = _dimensions(entry[3], "reqntid")
+        kernel.reqntid = dimensions(entry[3], "reqntid")
         kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(entry[3]))
-        kernel.maxntid = _dimensions(entry[3], "maxntid")
+        kernel.maxntid = dimensions(entry[3], "maxntid")
         minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
         kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
         limit = re.search(r"\.maxnreg\s+(\d+)", entry[3])
         kernel.max_registers = int(limit[1]) if limit else None
         kernel.fixes_registers = bool(minimum or limit)
         self.shared_declarations = list(module_shared)
+        self.scope = _Scope(self.module)
         for param in kernel.params:
             self.scope.operands[param.name] = Operand("sym", param.name, "param", param.offset)
         # Shared symbols get their offsets at the end; bodies may declare more, so find them first.
@@ -376,7 +382,7 @@ class _KernelParser:
         for name, align in dynamic:
             kernel.shared[name] = SharedSymbol(name, kernel.dynamic_shared_offset, 0, align, True)
         for symbol in kernel.shared.values():
-            self.scope.operands[symbol.name] = Operand("sym", symbol.name, "shared", symbol.offset)
+            self.module.operands[symbol.name] = Operand("sym", symbol.name, "shared", symbol.offset)
 
     def _line(self, position: int) -> int:
         return bisect_right(self.line_starts, position)
@@ -413,8 +419,19 @@ class _KernelParser:
 
     def _location(self, directive: str) -> None:
         if directive.startswith(".loc"):
-            _, number, line, *_ = directive.split(None, 3)
-            self.source = (self.files.get(int(number), f"file {number}"), int(line))
+            place, *options = directive.split(",")
+            at = tuple(place.split()[1:])
+            outer = next((o.split()[1:] for o in options if "inlined_at" in o), None)
+            self.inlined[at] = None if outer is None else tuple(outer)
+            self.source, self.stack = self._place(at), ()
+            below = self.inlined[at]
+            while below is not None and len(self.stack) < MAX_DEPTH:
+                self.stack = (*self.stack, self._place(below))
+                below = self.inlined.get(below)
+            self.stack += self.calls[-1][1]
+
+    def _place(self, at: tuple[str, ...]) -> tuple[str, int]:
+        return self.files.get(int(at[0]), f"file {at[0]}"), int(at[1])
 
     def _directive(self, statement: str, position: int) -> None:
         name, _, rest = statement.partition(" ")
@@ -436,8 +453,11 @@ class _KernelParser:
         elif name == ".local":
             self._declare_local(statement, position)
         elif name == ".param":
-            # Parameters and results of a call; an array stays undeclared and is an error when used.
-            if "[" not in rest and ".align" not in rest:
+            # Parameters and results of a call: registers, or local memory for what is no scalar.
+            if "[" in rest:
+                self._declare_local(statement.replace(".param", ".local", 1), position)
+            else:
+                rest = re.sub(r"\.align\s+\d+", "", rest).strip()
                 self.call_parameters.update(rest.replace(",", " ").split()[1:])
                 self._declare_registers(rest, position, statement)
         elif name not in (".pragma", ".shared", ".callprototype"):
@@ -486,6 +506,12 @@ class _KernelParser:
             self.unresolved.append((index, self.scope))
         elif opcode == "call":
             modifiers, operands = self._call(rest[0] if rest else "", statement)
+            if modifiers[0] in self.functions:
+                self._inline(self.functions[modifiers[0]], guard, operands, position)
+                return
+        elif opcode == "ret" and len(self.calls) > 1:
+            opcode, modifiers, operands = "bra", ["uni"] * (guard is None), (_RETURN,)
+            self.unresolved.append((index, self.scope))
         elif modifiers[:1] == ["param"] and opcode in ("ld", "st"):
             opcode, modifiers, operands = self._parameter(opcode, modifiers, rest[0], statement)
         else:
@@ -500,8 +526,32 @@ class _KernelParser:
                 " ".join(statement.split()),
                 self._line(position),
                 self.source,
+                self.stack,
             )
         )
+
+    def _inline(
+        self, function: Function, guard: Operand | None, actual: tuple[Operand, ...], position: int
+    ) -> None:
+        """Parse a function's body in place of a call of it."""
+        statement = f"call of {function.name}"
+        if guard is not None:
+            raise self._error("a guarded call of a function is not supported", position, statement)
+        if any(name == function.name for name, _ in self.calls) or len(self.calls) > MAX_DEPTH:
+            raise self._error("calls are inlined, recursion is not supported", position, statement)
+        if len(self.kernel.instructions) > MAX_INSTRUCTIONS:
+            raise self._error("inlined calls make the kernel too long", position, statement)
+        values = actual if len(actual) == len(function.formals) else actual[1:]
+        if len(values) != len(function.formals):
+            raise self._error("its arguments are not those declared", position, statement)
+        state = self.scope, self.source, self.stack
+        self.scope = scope = _Scope(self.module)
+        scope.operands.update(zip(function.formals, values, strict=True))
+        self.calls.append((function.name, (self.source, *self.stack) if self.source else ()))
+        self._parse_body(function.body)
+        scope.labels[_RETURN.name] = len(self.kernel.instructions)
+        self.calls.pop()
+        self.scope, self.source, self.stack = state
 
     def _call(self, text: str, statement: str) -> tuple[list[str], tuple[Operand, ...]]:
         """Return (the function's name, result or sink and arguments) of a direct call."""
@@ -520,12 +570,15 @@ class _KernelParser:
     ) -> tuple[str, list[str], tuple[Operand, ...]]:
         """ld.param and st.param: moves, if the parameter is that of a call in this body."""
         operands = self._operands(text, statement)
-        place = operands[opcode == "ld"]
+        is_load = opcode == "ld"
+        place = operands[is_load]
         base = place.base
+        if base is not None and base.type == "local":
+            return opcode, ["local", *modifiers[1:]], operands
         if base is not None and not place.value and base.name in self.call_parameters:
-            value = operands[opcode == "st"]
-            pair = (value, base) if opcode == "ld" else (base, value)
-            return "mov", [modifiers[-1]], pair
+            value = operands[not is_load]
+            opcode, modifiers = moved(modifiers[-1], TYPE_BYTES[base.type], is_load)
+            return opcode, modifiers, (value, base) if is_load else (base, value)
         return opcode, modifiers, operands
 
     def _branch_operands(self, rest: str, opcode: str, statement: str) -> tuple[Operand, ...]:

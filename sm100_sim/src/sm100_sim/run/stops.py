@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from sm100_sim.causes import place_name, ranges, shortened, source_text
 from sm100_sim.errors import (
     CtaExited,
     DivergenceError,
@@ -16,8 +19,9 @@ from sm100_sim.state.barriers import RegisterPool
 
 from .residency import Cluster, ResidentWarp
 
-#: Waiting warps that the report of a hang lists.
-LISTED_WARPS = 64
+#: Places of a kernel that the report of a hang lists.
+LISTED_WAITS = 16
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def stop_error(warp: ResidentWarp, divergence: bool) -> SimulationError:
@@ -65,34 +69,54 @@ def hang_of(clusters: Iterable[Cluster], done: int, number: int) -> Hang:
     warps = [warp for cluster in left for warp in cluster.warps]
     # Warps that wait for registers come first: the others often wait for such a warp.
     warps.sort(key=lambda warp: not _waits_for_registers(warp))
-    lines = [line for warp in warps for line in _waiting_lines(warp)]
-    shown = lines[:LISTED_WARPS]
-    if len(lines) > LISTED_WARPS:
-        shown.append(f"  and {len(lines) - LISTED_WARPS} more")
+    groups: dict[tuple, list[_Wait]] = {}
+    for wait in (wait for warp in warps for wait in _waits(warp)):
+        groups.setdefault((wait.instruction.index, _NUMBER.sub("", wait.what)), []).append(wait)
+    lines = [_told(group) for group in list(groups.values())[:LISTED_WAITS]]
+    if len(groups) > LISTED_WAITS:
+        lines.append(f"  and {len(groups) - LISTED_WAITS} more places")
     return Hang(
         "the launch hangs: no warp can go on and no asynchronous operation is in flight; "
-        f"clusters: {done} of {number} done, {len(left)} resident. Waiting:\n" + "\n".join(shown)
+        f"clusters: {done} of {number} done, {len(left)} resident. Waiting:\n"
+        + "\n".join(f"  {number}. {line}" for number, line in enumerate(lines, 1))
     )
+
+
+class _Wait(NamedTuple):
+    """Lanes of a warp that wait at an instruction, and what for."""
+
+    warp: ResidentWarp
+    lanes: int
+    instruction: Any
+    what: str
 
 
 def _waits_for_registers(warp: ResidentWarp) -> bool:
     return any(isinstance(waiting.key, RegisterPool) for _, waiting in warp.all_waiting())
 
 
-def _waiting_lines(warp: ResidentWarp) -> list[str]:
-    """List the waits of a warp's lanes, one line for each."""
-    name = f"  CTA {warp.cta.ctaid} warp {warp.index}"
-    lines = []
-    for lanes, waiting in warp.all_waiting():
-        instruction = waiting.instruction
-        source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
-        lines.append(
-            f"{name} lanes {lanes:#010x} at `{instruction.text}` (PTX line {instruction.line}"
-            f"{source}) waits for {waiting.describe()}"
-        )
-    if not lines and warp.live:
+def _waits(warp: ResidentWarp) -> list[_Wait]:
+    """List the waits of a warp's lanes, or where it polls."""
+    found = [
+        _Wait(warp, lanes, waiting.instruction, f"waits for {waiting.describe()}")
+        for lanes, waiting in warp.all_waiting()
+    ]
+    if not found and warp.live:
         lane = (warp.live & -warp.live).bit_length() - 1
-        instruction = warp.instruction_of(lane)
-        text = f"polls near `{instruction.text}` (PTX line {instruction.line})"
-        lines.append(f"{name} lanes {warp.live:#010x} {text}")
-    return lines
+        found = [_Wait(warp, warp.live, warp.instruction_of(lane), "polls near here")]
+    return found
+
+
+def _told(group: list[_Wait]) -> str:
+    """Waits at one instruction for one kind of thing: who, where, and what the first waits for."""
+    first = group[0]
+    instruction, ctas = first.instruction, {wait.warp.cta.ctaid for wait in group}
+    warps = ranges("warp", sorted({wait.warp.index for wait in group}))
+    some = f"CTA {min(ctas)}" if len(ctas) == 1 else f"{len(ctas)} CTAs from {min(ctas)} on"
+    lanes = "" if all(wait.lanes == 2**32 - 1 for wait in group) else f" lanes {first.lanes:#010x}"
+    where = f"`{shortened(instruction.text)}` (PTX line {instruction.line})"
+    if instruction.source is not None:
+        code = source_text(*instruction.source)
+        where = f"{place_name(*instruction.source)}: {code + '  ' if code else ''}{where}"
+    lead = "the first of them " if len(group) > 1 else ""
+    return f"{some} {warps}{lanes} at {where}\n     {lead}{first.what}"

@@ -94,12 +94,27 @@ class Site(NamedTuple):
     warp: int
 
 
+class Party(NamedTuple):
+    """One access of a finding, for people: `what` it does ("write, MMA, asynchronous"), the text
+    and PTX line of the instruction, its source line and those of the calls that lead there (file,
+    line), and who executes it."""
+
+    what: str
+    text: str
+    line: int
+    source: tuple[str, int] | None
+    stack: tuple[tuple[str, int], ...]
+    cta: tuple[int, ...]
+    warp: int
+
+
 class Finding(str):
     """The text of a finding, with its `kind` (see docs/sanitizer.md).
 
-    sites: the instructions involved. about: the memory or barrier, without its CTA. times: how
-    often the sites met. ctas, warps: by site, those that were seen there. stretches: by site, see
-    `stretches.Stretches`; what `causes` goes by.
+    parties: the first access and the second, as far as there are any. missing: the edge that would
+    order them, or what else is wrong. sites: the instructions involved. about: the memory or
+    barrier, without its CTA. times: how often the sites met. ctas, warps: by site, those that were
+    seen there. stretches: by site, see `stretches.Stretches`; what `causes` goes by.
     """
 
     kind: str
@@ -109,19 +124,24 @@ class Finding(str):
     ctas: tuple[set[tuple[int, ...]], ...]
     warps: tuple[set[int], ...]
     stretches: tuple[int, ...]
+    parties: tuple[Party, ...]
+    missing: str
 
     def __new__(
-        cls, kind: str, text: str, sites: tuple[Site, ...] = (), about: str = ""
-    ) -> Finding:
+        cls, kind: str, text: str, sites: tuple[Site, ...] = (), about: str = "",
+        parties: tuple[Party, ...] = (), missing: str = "",
+    ) -> Finding:  # fmt: skip
         self = super().__new__(cls, f"{kind}: {text}")
         self.kind, self.sites, self.about = kind, sites, about
+        self.parties, self.missing = parties, missing or text
         self.times, self.stretches = 1, ()
         self.ctas = tuple({site.cta} for site in sites)
         self.warps = tuple({site.warp} for site in sites)
         return self
 
     def __getnewargs__(self) -> tuple:
-        return self.kind, self.removeprefix(f"{self.kind}: "), self.sites, self.about
+        text = self.removeprefix(f"{self.kind}: ")
+        return self.kind, text, self.sites, self.about, self.parties, self.missing
 
     @property
     def lines(self) -> tuple[int, ...]:
@@ -145,12 +165,32 @@ def place(instruction: Any, cta: Any, warp: int) -> str:
     return f"`{instruction.text}` (PTX line {instruction.line}{source}), CTA {cta} warp {warp}"
 
 
-def describe(access: Access) -> str:
-    """An access in words."""
+def parties(*accesses: Access) -> tuple[Party, ...]:
+    """Return the accesses for people, those of no instruction left out."""
+    return tuple(
+        party("{}, {}".format(*_verb(a)).rstrip(", "), a.instruction, a.cta, a.index)
+        for a in accesses if a.instruction is not None
+    )  # fmt: skip
+
+
+def party(what: str, instruction: Any, cta: Any, warp: int) -> Party:
+    """An instruction, as a CTA's warp executes it, for people."""
+    return Party(what, instruction.text, instruction.line, instruction.source, instruction.stack,
+                 tuple(cta), warp)  # fmt: skip
+
+
+def _verb(access: Access) -> tuple[str, str]:
+    """What an access does, and how: ("write", "MMA, asynchronous, ")."""
     verb = "write" if access.write else "read"
     what = _WHAT.get(access.kind, "")
     if access.kind in ("dealloc", "arrive"):
         verb, what = what.removesuffix(", "), ""
+    return verb, what
+
+
+def describe(access: Access) -> str:
+    """An access in words."""
+    verb, what = _verb(access)
     detail = f" [{access.detail}]" if access.detail else ""
     return f"{verb} ({what}{place(access.instruction, access.cta, access.index)}){detail}"
 
@@ -169,7 +209,8 @@ def race(before: Access, access: Access, where: str, missing_fence: bool) -> Fin
         kind = "freed-in-use"
         edge = f"tensor memory is freed while it may be in use; {edge}"
     text = f"{where}: {describe(before)}, then {describe(access)}: {edge}"
-    return Finding(kind, text, sites(before, access), about(where))
+    pair = before, access
+    return Finding(kind, text, sites(*pair), about(where), parties(*pair), edge)
 
 
 def registers(hazard: Any, cta: Any, warp: int) -> Finding:
@@ -187,7 +228,24 @@ def registers(hazard: Any, cta: Any, warp: int) -> Finding:
         edge = f"{verb} without a wgmma.fence behind it and before the wgmma"
     text = f"{hazard.register} of {place(product, cta, warp)}, touched by {who}: {edge}"
     pair = [one for one in (other, product) if one is not None]
-    return Finding(hazard.kind, text, tuple(site(one, cta, warp) for one in pair), "registers")
+    words = ["wgmma, asynchronous" if one is product else f"register {verb}" for one in pair]
+    return Finding(
+        hazard.kind, text, tuple(site(one, cta, warp) for one in pair), "registers",
+        tuple(party(word, one, cta, warp) for word, one in zip(words, pair, strict=True)), edge,
+    )  # fmt: skip
+
+
+def not_waited(used: Any, cta: Any, warp: int) -> Finding:
+    """Data of a tcgen05.ld that are used before a tcgen05.wait::ld (`load_waits.Use`)."""
+    edge = (
+        f"register {used.register} depends on what tcgen05.ld brings only behind tcgen05.wait::ld "
+        "(.sync.aligned), which must stand between the two"
+    )
+    load, use = used.load, used.other
+    text = f"{place(load, cta, warp)}, then {place(use, cta, warp)}: {edge}"
+    pair = party("tensor memory load", load, cta, warp), party("use of its data", use, cta, warp)
+    where = tuple(site(one, cta, warp) for one in (load, use))
+    return Finding("load-not-waited", text, where, "registers", pair, edge)
 
 
 def site(instruction: Any, cta: Any, warp: int) -> Site:
@@ -214,10 +272,14 @@ def unready(number: int, access: Access, where: str) -> Finding:
             "instructions may, until mbarrier.inval",
             sites(access),
             about(where),
+            parties(access),
+            "only mbarrier instructions may touch a live mbarrier, until mbarrier.inval",
         )
     return Finding(
         "uninitialised-read",
         f"{where}: {describe(access)} reads what nobody has written",
         sites(access),
         about(where),
+        parties(access),
+        "a write that comes before: nobody has written what is read",
     )

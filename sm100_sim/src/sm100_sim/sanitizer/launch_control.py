@@ -14,7 +14,7 @@ import numpy as np
 
 from sm100_sim.isa.clc import RESPONSE_BYTES, failed
 
-from .findings import Finding, describe, sites
+from .findings import Finding, describe, parties, sites
 from .memory.shadow import Access
 from .rules import Rules
 from .state import WarpState
@@ -41,7 +41,10 @@ class Responses:
                         f"{describe(access)}: an earlier request of this CTA is known to have "
                         "failed, and another one is undefined then"
                     )
-                    finding = Finding("cancel-after-failure", text, sites(access))
+                    finding = Finding(
+                        "cancel-after-failure", text, sites(access), "", parties(access),
+                        text.rpartition(": ")[2],
+                    )  # fmt: skip
                     self._sanitizer.report(finding, (access.instruction.index,))
         self._sent.setdefault(cta, {})[offset] = access
 

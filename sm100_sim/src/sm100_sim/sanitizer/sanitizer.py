@@ -29,7 +29,7 @@ from .compiled.engine import native_drain
 from .compiled.tracking import BARRIER, FRESH
 from .findings import Finding
 from .launch_control import Responses
-from .memory import footprints
+from .memory import footprints, load_waits
 from .memory.flags import Flags
 from .memory.global_memory import GlobalWrites
 from .memory.in_flight import hazards_of
@@ -44,6 +44,11 @@ _ASYNC = frozenset(("tma", "mma", "bulk", "clc", "wgmma"))
 _GENERIC = frozenset(("generic", "atomic", "copy", "stored", "reduced"))
 #: Kinds of copies that are not tensor or bulk copies, by operation.
 _KINDS = {Effect.STORE: "stored", Effect.REDUCE: "reduced", Effect.CANCEL: "clc"}
+#: What a CTA does before it exits.
+_TRAILING = (
+    "the CTA exits while this is not known to be complete by any of its warps; "
+    "wait for it, or keep the CTA alive with a trailing cluster barrier"
+)
 _ORDERED_ACCESS = frozenset({"acquire", "release", "relaxed", "volatile", "mmio"})
 
 
@@ -89,14 +94,15 @@ class Sanitizer:
     omitted: index of an instruction that is left out (`omission`), -1 for none.
     strict: the letter of the PTX ISA, where published kernels rely on less (docs/sanitizer.md).
     in_order: whether tcgen05 instructions of one warp are ordered beyond the pipelined pairs that
-    the PTX ISA lists.
+    the PTX ISA lists. awaits_loads: whether data of tcgen05.ld need a wait::ld before they are
+    used.
     """
 
     omitted = -1
 
     def __init__(self, machine: Any, reading: Any) -> None:
         self.machine = machine
-        self.strict, self.in_order = reading
+        self.strict, self.in_order, self.awaits_loads = reading
         ctas = math.prod(machine.config.cluster)
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
@@ -301,10 +307,12 @@ class Sanitizer:
                 text = (
                     f"CTA {cta.ctaid} exits while it may still be in use: "
                     f"{findings.describe(access)} is not known to be complete by any of its warps; "
-                    "wait for it, or keep the CTA alive with a trailing cluster barrier"
+                    f"{_TRAILING.partition('; ')[2]}"
                 )
                 index = access.instruction.index if access.instruction else None
-                self.report(Finding("exit-too-early", text, findings.sites(access)), (index,))
+                finding = Finding("exit-too-early", text, findings.sites(access), "",
+                                  findings.parties(access), _TRAILING)  # fmt: skip
+                self.report(finding, (index,))
         for barrier in cta.barriers.values():
             self._barrier_ends(barrier, cta)
 
@@ -414,7 +422,7 @@ class Sanitizer:
             f"mbarrier at shared offset {barrier.address & 0xFFFFFF:#x} of CTA rank "
             f"{barrier.address >> 24}, used by {self._place(state)}: {missing}"
         )
-        self._report_at("barrier-not-visible", text, state)
+        self._report_at("barrier-not-visible", text, state, missing)
 
     def arrives(self, barrier: WatchedBarrier) -> None:
         """An arrival: the actor publishes what it knows."""
@@ -480,11 +488,15 @@ class Sanitizer:
             )
             self._report_at("phase-skipped", text, state)
 
-    def _report_at(self, kind: str, text: str, state: WarpState | Completion) -> None:
+    def _report_at(
+        self, kind: str, text: str, state: WarpState | Completion, missing: str = ""
+    ) -> None:
         """A finding about what the instruction of a warp does to a barrier or another CTA."""
         instruction, warp = state.instruction, state.warp
-        at = findings.site(instruction, warp.cta.ctaid, warp.index)
-        self.report(Finding(kind, text, (at,)), (instruction.index,))
+        where = instruction, warp.cta.ctaid, warp.index
+        seen = (findings.party("", *where),)
+        finding = Finding(kind, text, (findings.site(*where),), "", seen, missing)
+        self.report(finding, (instruction.index,))
 
     @staticmethod
     def _place(state: WarpState | Completion) -> str:
@@ -664,6 +676,8 @@ class Sanitizer:
         yield from self.found.values()
         if self.products:
             yield from self._register_findings()
+        if self.awaits_loads:
+            yield from load_waits.found(self.machine, self.omitted, self._stretches)
 
     def _register_findings(self) -> Iterator[Finding]:
         """Yield what `in_flight` finds of the wgmmas and other instructions that were executed."""

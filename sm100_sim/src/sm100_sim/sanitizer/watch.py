@@ -40,16 +40,19 @@ class Reading(NamedTuple):
     """Reading of the PTX ISA.
 
     strict: by the letter, where published kernels rely on less. in_order: tcgen05 instructions of
-    one warp are in order beyond the pipelined pairs that the PTX ISA lists.
+    one warp are in order beyond the pipelined pairs that the PTX ISA lists. awaits_loads: data of a
+    tcgen05.ld are used behind a tcgen05.wait::ld alone (`memory.load_waits`).
     """
 
     strict: bool
     in_order: bool
+    awaits_loads: bool = False
 
 
 #: Readings by the value of `sanitize`.
 READINGS: dict[bool | str, Reading] = {
-    True: Reading(False, True), "strict": Reading(True, True), "strict-order": Reading(True, False),
+    True: Reading(False, True), "wait-ld": Reading(False, True, True),
+    "strict": Reading(True, True), "strict-order": Reading(True, False),
 }  # fmt: skip
 #: Loops that poll memory fill the log, so they soon give way.
 _BUDGET = 20_000
@@ -83,7 +86,11 @@ class Watch(Observer):
         return wrapped(self.machine.compiled, executors, self.sanitizer)
 
     def table(self) -> np.ndarray | None:
-        if not self._by_itself or self.reading != READINGS[True] or not self.machine.policy.at_once:
+        if (
+            not self._by_itself
+            or self.reading._replace(awaits_loads=False) != READINGS[True]
+            or not self.machine.policy.at_once
+        ):
             return None
         compiled = self.machine.compiled
         if compiled not in _tables:

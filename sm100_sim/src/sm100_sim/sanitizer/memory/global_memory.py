@@ -226,9 +226,17 @@ class GlobalWrites:
                     f"{place(access.instruction, access.cta, access.index)}; each output element "
                     "belongs to one CTA, or is combined by an atomic, or by a CTA that has read it"
                 )
+                pair = before, access
                 key = (before.instruction.index, access.instruction.index)
                 self._sanitizer.report(
-                    Finding("two-writers", text, findings.sites(before, access), "global memory"),
+                    Finding(
+                        "two-writers",
+                        text,
+                        findings.sites(*pair),
+                        "global memory",
+                        findings.parties(*pair),
+                        text.rpartition("; ")[2],
+                    ),
                     key,
                 )
 
@@ -282,8 +290,10 @@ class GlobalWrites:
             f"global memory: {findings.describe(writer.access)}, then {findings.describe(access)}: "
             f"{edge}"
         )
-        sites = findings.sites(writer.access, access)
-        self._report(Finding("race", text, sites, "global memory"), writer, access)
+        pair = writer.access, access
+        finding = Finding("race", text, findings.sites(*pair), "global memory",
+                          findings.parties(*pair), edge)  # fmt: skip
+        self._report(finding, writer, access)
 
     def _report(self, finding: Finding, writer: Writer, access: Access) -> None:
         key = ("global", writer.access.instruction.index, access.instruction.index)

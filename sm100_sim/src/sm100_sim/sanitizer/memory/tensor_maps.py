@@ -136,5 +136,6 @@ class TensorMaps:
         self._report("tensormap-in-flight", text, use.accesses[0], write)
 
     def _report(self, kind: str, text: str, *accesses: Access) -> None:
-        finding = Finding(kind, text, findings.sites(*accesses), "tensor map")
+        finding = Finding(kind, text, findings.sites(*accesses), "tensor map",
+                          findings.parties(*accesses), text.rpartition(": ")[2])  # fmt: skip
         self._sanitizer.report(finding, tuple(a.instruction.index for a in accesses))

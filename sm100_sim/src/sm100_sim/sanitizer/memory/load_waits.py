@@ -1,0 +1,136 @@
+"""Data of tcgen05.ld that a kernel uses with no tcgen05.wait::ld on the way.
+
+PTX ISA 9.3, tcgen05.ld and tcgen05.wait: the instruction is asynchronous, and its registers hold
+the data behind a wait::ld of the warp. On a GPU the register dependency waits, too, so compilers
+let arithmetic go ahead of the wait, and a kernel may run right for years without it. What counts
+here is therefore an effect: data, or what was computed of them, that are stored or sent while no
+wait::ld has covered their load. That is looked for in the program, over all paths.
+
+A kernel with neither tcgen05.wait::ld nor tcgen05.fence relies on register dependencies throughout,
+as flash-attn-4's do; its author has left out nothing by mistake, and no finding is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sm100_sim.isa.columns import Rule
+from sm100_sim.isa.table import row_of
+from sm100_sim.ptx.parser import Register
+from sm100_sim.translate.blocks import successors, uses_and_definitions
+
+from ..findings import Finding, not_waited
+
+
+class Use(NamedTuple):
+    """load: a tcgen05.ld. other: an instruction with an effect that takes data of it, in
+    `register`."""
+
+    load: Any
+    other: Any
+    register: str
+
+
+def found(machine: Any, omitted: int, stretches: Any) -> Iterator[Finding]:
+    """Yield a finding for each use whose instructions a launch has executed."""
+    executed = machine.executed_indices()
+    for use in uses_of(machine.compiled.kernel, omitted):
+        if use.load.index in executed and use.other.index in executed:
+            finding = not_waited(use, (0, 0, 0), 0)
+            finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
+            yield finding
+
+
+#: Register -> mask of the loads that may be in flight and whose data it depends on.
+_State = dict[Register, int]
+
+
+def uses_of(kernel: Any, omitted: int = -1) -> list[Use]:
+    """Return a use for each instruction that takes data of a load that no wait covers.
+
+    omitted: index of an instruction that is left out.
+    """
+    instructions = [i for i in kernel.instructions if i.index != omitted]
+    loads = [i for i in instructions if row_of(i).rule is Rule.TENSOR_LOAD]
+    rules = {row_of(i).rule for i in kernel.instructions}
+    if not loads or rules.isdisjoint({Rule.WAIT_LOADS, Rule.FENCE_BEFORE, Rule.FENCE_AFTER}):
+        return []
+    numbers = {load.index: number for number, load in enumerate(loads)}
+    states: list[_State | None] = [None] * len(kernel.blocks)
+    states[0], pending = {}, {0}
+    while pending:
+        index = pending.pop()
+        state = dict(states[index] or {})
+        for instruction in _steps(kernel, kernel.blocks[index], omitted):
+            _step(state, instruction, numbers)
+        for successor in successors(kernel.blocks[index]):
+            known = states[successor]
+            if known is None:
+                states[successor] = dict(state)
+                pending.add(successor)
+            elif _merge(known, state):
+                pending.add(successor)
+    return _uses(kernel, omitted, states, loads, numbers)
+
+
+def _uses(
+    kernel: Any, omitted: int, states: list[_State | None], loads: list[Any], numbers: dict
+) -> list[Use]:
+    found: dict[tuple[int, int], Use] = {}
+    for block, before in zip(kernel.blocks, states, strict=True):
+        if before is None:
+            continue
+        state = dict(before)
+        for instruction in _steps(kernel, block, omitted):
+            if _has_effect(instruction):
+                for register in uses_and_definitions(instruction)[0]:
+                    mask = state.get(register, 0)
+                    if mask:
+                        load = loads[mask.bit_length() - 1]
+                        key = (load.index, instruction.index)
+                        found.setdefault(key, Use(load, instruction, register.name))
+            _step(state, instruction, numbers)
+    return list(found.values())
+
+
+def _steps(kernel: Any, block: Any, omitted: int) -> list[Any]:
+    stop = block.stop + (block.terminator_instruction is not None)
+    return [i for i in kernel.instructions[block.start : stop] if i.index != omitted]
+
+
+def _has_effect(instruction: Any) -> bool:
+    """Return True if an instruction does more than compute registers of its own warp."""
+    is_store = instruction.opcode.partition(".")[0] in ("st", "stmatrix", "red", "atom")
+    return is_store or row_of(instruction).rule is Rule.TENSOR_STORE
+
+
+def _step(state: _State, instruction: Any, numbers: dict[int, int]) -> None:
+    """Go on behind an instruction."""
+    rule = row_of(instruction).rule
+    if rule is Rule.WAIT_LOADS:
+        state.clear()
+        return
+    uses, _, definitions = uses_and_definitions(instruction)
+    mask = 0
+    if rule is Rule.TENSOR_LOAD:
+        mask = 1 << numbers[instruction.index]
+    else:
+        for register in uses:
+            mask |= state.get(register, 0)
+    for register in definitions:
+        if mask:
+            state[register] = mask
+        else:
+            state.pop(register, None)
+
+
+def _merge(known: _State, other: _State) -> bool:
+    """Add the loads of another state; whether there were any."""
+    changed = False
+    for register, mask in other.items():
+        before = known.get(register, 0)
+        if mask | before != before:
+            known[register] = mask | before
+            changed = True
+    return changed
