@@ -62,7 +62,8 @@ def main() -> None:
         options=sm100_sim.Options(sanitize=True),
     )  # fmt: skip
     wrong = int((target.reshape(-1, 32) != source).sum())
-    print(f"{wrong} of {THREADS} elements differ; causes of findings: {len(report.causes)}")
+    print(f"{'FAIL' if wrong else 'PASS'}: {wrong} of {THREADS} elements differ")
+    print(f"causes of findings: {len(report.causes)}")
     for cause in report.causes:
         print(cause)
 

@@ -106,10 +106,12 @@ def test_the_first_kernel(plain):
 
 
 def test_a_planted_race(plain):
-    right, cause, finding = plain("planted_race.py").splitlines()
-    assert right == "0 of 128 elements differ; causes of findings: 1"
+    right, count, cause, first, second, missing = plain("planted_race.py").splitlines()
+    assert right == "PASS: 0 of 128 elements differ" and count == "causes of findings: 1"
     assert cause.startswith("race in shared memory: 1 finding")
-    assert "write (`st.shared.u32" in finding and "then read (`ld.shared.u32" in finding
+    assert "`st.shared.u32 [%place], %x` (write, " in first and first.startswith("first: ")
+    assert "`ld.shared.u32 %x, [%place]` (read, " in second and second.startswith("second: ")
+    assert missing.startswith("missing: nothing orders the two")
     assert plain("planted_race.py", "--barrier").endswith("causes of findings: 0\n")
 
 
@@ -117,7 +119,8 @@ def test_a_hang(plain):
     right, *report = plain("hang.py").splitlines()
     assert right == "0 of 64 elements differ"
     assert report[0].startswith("the launch hangs") and len(report) == 3
-    assert all("256 bytes pending" in line for line in report[1:])
+    assert "CTA (0, 0, 0) warps 0-1 at `mbarrier.try_wait" in report[1]
+    assert "256 bytes pending" in report[2]
 
 
 def test_a_timeline(plain, tmp_path):

@@ -26,7 +26,7 @@ def test_options_that_are_not_accepted(told):
         ("clusters", "whole numbers from 1 on"),
         ("threads", "whole numbers from 1 on"),
         ("seed", "whole numbers from 0 on"),
-        ("sanitize", "False, True, 'strict', 'strict-order'"),
+        ("sanitize", "False, True, 'wait-ld', 'strict', 'strict-order'"),
         ("schedule", "'eager', 'lazy'"),
     ):
         with pytest.raises(ValueError) as refused:

@@ -97,11 +97,11 @@ def tensor_map(
 ) -> bytes:
     """Return the TMA descriptor (CUtensorMap) of a contiguous array, an argument of `launch_ptx`.
 
-    The kernel may then touch the array. box: elements of a tile, in the order of the array's shape. swizzle: its span in
-    bytes, 0, 32, 64 or 128. dtype: the descriptor's element type ("bf16"), where the array's own
-    does not say it. Raises TensorMapError (a SimulationError) for what `cuTensorMapEncodeTiled`
-    does not accept, and LaunchError for an array that is not contiguous or whose type has no
-    descriptor.
+    The kernel may then touch the array. box: elements of a tile, in the order of the array's shape.
+    swizzle: its span in bytes, 0, 32, 64 or 128. dtype: the descriptor's element type ("bf16"),
+    where the array's own does not say it. Raises TensorMapError (a SimulationError) for what
+    `cuTensorMapEncodeTiled` does not accept, and LaunchError for an array that is not contiguous or
+    whose type has no descriptor.
     """
     name = str(array.dtype).removeprefix("torch.")
     shape, size = tuple(array.shape), _item_bytes(array)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -89,14 +91,28 @@ class Report:
 
 
 _reports: deque[Report] = deque(maxlen=KEPT)
+_collections: list[list[Report]] = []
 
 
 def remember(report: Report, file: str | None) -> None:
     """Keep a report for `last_reports`, and append it to `file` if one is named."""
     _reports.append(report)
+    for some in _collections:
+        some.append(report)
     if file is not None:
         with Path(file).open("a", encoding="utf-8") as stream:
             stream.write(report.to_json() + "\n")
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Report]]:
+    """Within, the reports of all launches are added to the list."""
+    some: list[Report] = []
+    _collections.append(some)
+    try:
+        yield some
+    finally:
+        _collections.remove(some)
 
 
 def last_reports() -> list[Report]:

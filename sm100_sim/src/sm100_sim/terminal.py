@@ -47,7 +47,8 @@ def _demangled(name: str) -> str:
     match = re.match(r"_Z(N?)(?=\d)", name)
     if match is None:
         return name
-    parts, rest = [], name[match.end() :]
+    parts: list[str] = []
+    rest = name[match.end() :]
     while (part := _PART.match(rest)) is not None:
         size = int(part[1])
         if not parts or part[2][:size].isidentifier():

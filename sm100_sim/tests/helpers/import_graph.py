@@ -8,7 +8,7 @@ from pathlib import Path
 
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
-    ("waiting", "words"),
+    ("terminal", "waiting", "words"),
     ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
     ("jit",),
     ("native",),
@@ -20,8 +20,11 @@ SIMULATOR = (
     ("sanitizer", "trace"),
     ("report",),
     ("launcher",),
-    ("ptx_launcher",),
+    ("ptx_launcher", "triton_launcher"),
+    ("cuda_launcher",),
+    ("command",),
     ("attach",),
+    ("pytest_plugin",),
     ("mutation",),
     ("timing",),
     ("tools",),

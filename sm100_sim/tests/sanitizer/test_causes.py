@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import threading
 
 import pytest
@@ -91,12 +92,19 @@ def test_ctas_and_warps_of_all_launches_are_in_it():
     )
 
 
-def test_a_cause_shows_one_finding_in_full():
+def test_a_cause_shows_one_finding_line_by_line():
+    """The first access, the second and the missing edge; colours on a terminal alone."""
     (cause,) = causes_of(findings(REFILLED))
-    head, example = str(cause).splitlines()
+    head, first, second, missing = str(cause).splitlines()
     assert f"{len(cause.findings)} findings" in head and "PTX lines" in head
-    assert example == f"for example {cause.findings[0]}"
-    assert listed([cause, cause]).count("for example") == 2
+    one, other = cause.findings[0].parties
+    for line, label, party in ((first, "first", one), (second, "second", other)):
+        who = f"PTX line {party.line}, CTA (0, 0, 0) warp {party.warp})"
+        assert line == f"{label + ':':9}`{party.text}` ({party.what}, {who}"
+    assert missing == f"missing: {cause.findings[0].missing}"
+    assert listed([cause, cause]).count("missing: ") == 2
+    painted = cause.shown(colour=True)
+    assert re.sub(r"\033\[[\d;]*m", "", painted) == str(cause) and painted != str(cause)
 
 
 def test_copies_of_a_loop_body_are_one_cause():
@@ -230,12 +238,17 @@ def test_findings_come_last_however_the_script_ends(script, capfd, how, status, 
     out, err = capfd.readouterr()
     assert error in err and (error != "" or "Traceback" not in err)
     assert "nothing orders" not in err, "the traceback must not hide the findings"
-    # The causes are the last thing printed, those of a kernel that failed included.
-    assert out.splitlines()[-2].startswith("  1. race in shared memory: ")
-    assert "nothing orders the two" in out.splitlines()[-1]
+    # The causes are the last thing printed, those of a kernel that failed included, but for what
+    # was looked for.
+    head, first, second, missing, what = out.splitlines()[-5:]
+    assert head.startswith("  1. race in shared memory: ")
+    accesses = "racy.py:17: cells[thread] = thread", "racy.py:18: target[thread] = cells[63 - "
+    assert sum(access in line for line in (first, second) for access in accesses) == 2
+    assert "nothing orders the two" in missing and "looked for races" in what
     failed = how in ("hang", "caught")
     assert ("1 more failed" in out) == failed
-    assert out.count("1 cause in kernel_") == 2
+    assert out.count("1 cause in racy") == 2
     if "Traceback" in err:
         assert err.index("Traceback") < err.index("racy.py")
         assert "runpy" not in err.partition("Traceback")[2]
+        assert ("sm100_sim/src" in err) == (how == "signal"), "frames of the simulator"

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sm100_sim.command import flags
-from sm100_sim.command.files import Outcome, write_files
+from sm100_sim.command.files import write_files
+from sm100_sim.command.outcome import Outcome
 from sm100_sim.command.summary import summary
 from sm100_sim.errors import MissingExtra, SimulationError
 from sm100_sim.terminal import wants_colour
@@ -55,7 +56,7 @@ def run_script(arguments: list[str]) -> int:
     sys.path[0] = os.path.dirname(os.path.abspath(choice.file))
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(flags.applied(choice))
+            stack.enter_context(flags.applied(vars(choice)))
             try:
                 session = stack.enter_context(attached(trace=bool(choice.html)))
             except MissingExtra as error:

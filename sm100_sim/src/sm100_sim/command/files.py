@@ -8,38 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from sm100_sim.causes import Cause, causes_of, shortened
-from sm100_sim.report import Report
+from sm100_sim.causes import shortened
 from sm100_sim.terminal import short_name
 
-from .summary import found_by_kernel
-
-
-@dataclass
-class Outcome:
-    """What a run did. reports: of its launches; failures: errors that ended others; modules: kernel
-    -> PTX of the module it was launched from."""
-
-    reports: list[Report] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
-    modules: dict[str, str] = field(default_factory=dict)
-
-    def kernels(self) -> dict[str, list[Report]]:
-        """The reports of each kernel."""
-        found: dict[str, list[Report]] = {name: [] for name in self.modules}
-        for report in self.reports:
-            found.setdefault(report.kernel, []).append(report)
-        return found
-
-    def causes(self) -> dict[str, list[Cause]]:
-        """The findings of each kernel by cause."""
-        found = found_by_kernel(self.kernels(), self.failures)
-        return {name: causes_of(findings) for name, findings in found.items()}
+from .outcome import Outcome
+from .page import page
 
 
 def write_files(choice: argparse.Namespace, outcome: Outcome) -> None:
@@ -50,17 +27,11 @@ def write_files(choice: argparse.Namespace, outcome: Outcome) -> None:
     for what, path, made in (
         ("SARIF", choice.sarif, lambda: json.dumps(sarif(outcome), indent=1)),
         ("JUnit", choice.junit, lambda: junit(outcome)),
-        ("page", choice.html, lambda: _page(outcome)),
+        ("page", choice.html, lambda: page(outcome)),
     ):
         if path:
             Path(path).write_text(made(), encoding="utf-8")
             print(f"sm100_sim: {what} is in {path}", file=sys.stderr)
-
-
-def _page(outcome: Outcome) -> str:
-    from .page import page
-
-    return page(outcome)
 
 
 def keep_ptx(directory: Path, outcome: Outcome) -> Iterator[tuple[str, Path]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sm100_sim import devices
 
@@ -56,12 +57,15 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.
 
 
 @contextlib.contextmanager
-def applied(choice: argparse.Namespace) -> Iterator[None]:
-    """Within, the flags hold for all launches of the process."""
+def applied(choice: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the flags hold for all launches of the process.
+
+    choice: flag -> its text, None where it is not given.
+    """
     saved = {}
     try:
         for flag, variable in _VARIABLES.items():
-            value = getattr(choice, flag)
+            value = choice.get(flag)
             if value is not None:
                 saved[variable] = os.environ.get(variable)
                 os.environ[variable] = value

@@ -16,7 +16,7 @@ from sm100_sim.causes import Cause, place_name, shortened, source_text
 from sm100_sim.terminal import short_name
 from sm100_sim.trace.records import TraceEntry
 
-from .files import Outcome
+from .outcome import Outcome
 from .summary import looked_for
 
 #: Operations shown before and after an access; operations and warps of a timeline.

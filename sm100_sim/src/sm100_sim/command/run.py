@@ -25,7 +25,8 @@ from sm100_sim.settings import read_settings
 from sm100_sim.terminal import short_name, wants_colour
 
 from . import flags
-from .files import Outcome, write_files
+from .files import write_files
+from .outcome import Outcome
 from .summary import summary
 
 _TYPES = {
@@ -48,7 +49,7 @@ def run_file(arguments: list[str]) -> int:
     if not Path(choice.file).is_file():
         print(f"sm100_sim: {choice.file!r} is not a file", file=sys.stderr)
         return 2
-    with flags.applied(choice):
+    with flags.applied(vars(choice)):
         try:
             return _run(choice)
         except (CompileError, LaunchError, MissingExtra, PtxSyntaxError, ValueError) as error:

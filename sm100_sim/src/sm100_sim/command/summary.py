@@ -45,7 +45,16 @@ def summary(
             f"{len(launches):8} {sum(r.translate_seconds for r in launches):11.2f} "
             f"{sum(r.wall_seconds for r in launches):8.2f} {count:12}  {short_name(name)} ({shape})"
         )
-    return "\n".join([*lines, *_found(kernels, failures, colour), looked_for()])
+    seeds = [report.seed for some in kernels.values() for report in some]
+    return "\n".join([*lines, *_found(kernels, failures, colour), looked_for(seeds)])
+
+
+def found_text(reports: Iterable[Report]) -> str:
+    """The findings of launches by kernel and cause, "" if there are none."""
+    kernels: dict[str, list[Report]] = {}
+    for report in reports:
+        kernels.setdefault(report.kernel, []).append(report)
+    return "\n".join(_found(kernels, (), False))
 
 
 def found_by_kernel(
@@ -76,10 +85,14 @@ def _found(
             yield listed(causes, colour)
 
 
-def looked_for() -> str:
-    """Return one line: the GPU that was simulated, the schedule, and what the run looked for."""
+def looked_for(seeds: Sequence[int | None] = ()) -> str:
+    """Return one line: the GPU that was simulated, the schedules, and what the run looked for.
+
+    seeds: of the launches, None for the plain schedule.
+    """
     settings, device = read_settings(), devices.current()
-    schedule = "plain" if settings.seed is None else f"of seed {settings.seed}"
+    kinds = dict.fromkeys(seeds or [settings.seed])
+    schedule = ", ".join("plain" if seed is None else f"seed {seed}" for seed in kinds)
     what = (
         f"looked for {_READINGS[settings.sanitize]}" if settings.sanitize
         else "looked for errors and hangs alone; --sanitize looks for races, too"
