@@ -31,7 +31,7 @@ def _options(marker: pytest.Mark) -> dict[str, Any]:
     if marker.args or not _OPTIONS.issuperset(marker.kwargs):
         given = ", ".join([*map(repr, marker.args), *marker.kwargs])
         raise pytest.UsageError(f"mark sm100_sim got {given}; accepted: {', '.join(_OPTIONS)}")
-    return marker.kwargs
+    return dict(marker.kwargs)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

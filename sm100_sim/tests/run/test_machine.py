@@ -246,10 +246,10 @@ def test_a_hang_lists_who_waits_for_what(options):
         run_kernel_text(body, block=(64, 1, 1), grid=(2, 1, 1), clusters=1, **options)
     text = str(caught.value)
     assert "clusters: 0 of 2 done, 1 resident." in text
-    assert "CTA (0, 0, 0) warp 0 lanes 0xffffffff at `mbarrier.try_wait.parity.shared.b64" in text
+    assert "CTA (0, 0, 0) warp 0 at `mbarrier.try_wait.parity.shared.b64" in text
     assert "waits for parity 0; mbarrier at shared offset 0x400 of CTA rank 0: phase 0" in text
     assert "2 of 3 arrivals pending, 4096 bytes pending" in text
-    assert "warp 1 lanes 0xffffffff at `bar.sync 4, 96`" in text
+    assert "warp 1 at `bar.sync 4, 96`" in text
     assert "barrier 4: 32 of 96 threads have arrived" in text
 
 
