@@ -54,7 +54,7 @@ class Cause:
         return self.shown()
 
     def shown(self, colour: bool = False) -> str:
-        """What and how much of it in one line, then one finding: the first access, the second and
+        """Return what and how much of it in one line, then one finding: the first access, the second and
         the missing edge, a line each."""
         count = len(self.findings)
         what = painted(" and ".join(self.kinds), "red", colour)

@@ -27,7 +27,7 @@ _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 class CompiledCuda(NamedTuple):
-    """What NVRTC made of a source: its PTX, and the mangled names of the requested kernels."""
+    """Result of NVRTC: the PTX of a source, and the mangled names of the requested kernels."""
 
     ptx: str
     names: dict[str, str]

@@ -37,6 +37,9 @@ def short_name(name: str) -> str:
     plain = _PREFIX.sub("", found)
     cut = _TYPES.search(plain, 1)
     found = plain[: cut.start()] if cut else plain
+    # A kernel that is a method: its module, then its class, without a mark between.
+    method = re.search(r"(?<=[a-z0-9_])[A-Z]\w*$", found) if plain != name else None
+    found = method[0] if method else found
     if len(found) > LONGEST:
         found = f"{found[: LONGEST - 20]}...{found[-17:]}"
     return found

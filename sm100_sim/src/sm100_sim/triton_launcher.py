@@ -127,7 +127,7 @@ class _Device(int):
 
 
 class _Utils:
-    """What Triton calls of a driver's C module."""
+    """Functions that Triton calls of a driver's C module."""
 
     @staticmethod
     def get_device_properties(_device: Any = 0) -> dict[str, int]:
@@ -218,7 +218,7 @@ class Driver:
 
 
 class _Launcher:
-    """Launches one compiled kernel, as `CudaLauncher` of Triton does it on a GPU."""
+    """Launches one compiled kernel, as Triton's own launcher does it on a GPU."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.signature = list(source.signature.values())

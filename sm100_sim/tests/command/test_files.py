@@ -1,4 +1,4 @@
-"""What a run leaves: the line at its end, PTX, SARIF, JUnit and the page."""
+"""Traces of a run: the line at its end, PTX, SARIF, JUnit and the page."""
 
 import json
 import re
@@ -124,6 +124,7 @@ def test_waits_of_a_hang_are_grouped(outcome):
 @pytest.mark.parametrize(("name", "short"), [
     ("_Z6spread3f", "spread"), ("_ZN4ours8combinedILi5EEEvPKfPfi", "ours::combined"),
     ("kernel_cutlass_scale_kernel_tensorptrf32gmemalign16o641_0", "scale_kernel"),
+    ("kernel_cutlass_kernel_flash_attncuteflash_fwdFlashForward_tensorptrbf16_0", "FlashForward"),
     ("matmul", "matmul"), ("k" * 90, "k" * 40 + "..." + "k" * 17),
 ])  # fmt: skip
 def test_names_of_kernels_are_shortened(name, short):

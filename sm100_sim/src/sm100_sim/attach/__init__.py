@@ -133,7 +133,7 @@ _active: list[Session] = []
 
 
 def _compilers() -> tuple[bool, bool]:
-    """Whether CuTe DSL and Triton are installed. Raises MissingExtra if neither is, or no
+    """Return whether CuTe DSL and Triton are installed. Raises MissingExtra if neither is, or no
     PyTorch."""
     found = []
     for name in ("torch", "cutlass", "triton"):

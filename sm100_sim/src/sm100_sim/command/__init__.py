@@ -1,1 +1,1 @@
-"""What the commands share: flags, what is printed, and the files they write."""
+"""Parts of the commands: flags, what is printed, and the files they write."""

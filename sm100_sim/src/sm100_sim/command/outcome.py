@@ -1,4 +1,4 @@
-"""What a run did, from which its files are made."""
+"""Outcome of a run, from which its files are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .summary import found_by_kernel
 
 @dataclass
 class Outcome:
-    """What a run did. reports: of its launches; failures: errors that ended others; modules: kernel
+    """Outcome of a run. reports: of its launches; failures: errors that ended others; modules: kernel
     -> PTX of the module it was launched from."""
 
     reports: list[Report] = field(default_factory=list)

@@ -25,12 +25,10 @@ from .declarations import (
     moved,
 )
 
+#: Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself.
 RESERVED_SHARED_BYTES = 1024
-"""Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself."""
-
+#: Address of the module's initialised bytes, such as formats of printf. Only calls read them.
 MODULE_DATA_WINDOW = 0x7D00_0000_0000_0000
-"""Address of the module's initialised bytes, such as formats of printf. Only calls read them."""
-
 TYPE_BYTES = {
     "pred": 0,
     "b8": 1,
@@ -281,8 +279,7 @@ def _parse_params(text: str) -> list[Param]:
     return params
 
 
-#: Directives that make every launch of a kernel one of clusters (PTX ISA, "Cluster Dimension
-#: Directives").
+#: Directives that make every launch of a kernel one of clusters.
 _CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
 
 
@@ -315,9 +312,9 @@ class _KernelParser:
     ) -> None:  # fmt: skip
         self.text, self.line_starts, self.files = text, line_starts, files
         self.functions = functions
-        #: Functions that are being inlined: name, and the places that the call comes from.
+        #: Functions that are being inlined, and the places that each call comes from.
         self.calls: list[tuple[str, tuple]] = [("", ())]
-        #: What every function sees: the module's data and shared memory.
+        # Every function sees the module's data and shared memory.
         self.module = self.scope = _Scope(None)
         self.source: tuple[str, int] | None = None
         self.stack: tuple[tuple[str, int], ...] = ()

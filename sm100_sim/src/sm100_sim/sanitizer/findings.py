@@ -180,7 +180,7 @@ def party(what: str, instruction: Any, cta: Any, warp: int) -> Party:
 
 
 def _verb(access: Access) -> tuple[str, str]:
-    """What an access does, and how: ("write", "MMA, asynchronous, ")."""
+    """Return what an access does, and how: ("write", "MMA, asynchronous, ")."""
     verb = "write" if access.write else "read"
     what = _WHAT.get(access.kind, "")
     if access.kind in ("dealloc", "arrive"):

@@ -45,10 +45,7 @@ _GENERIC = frozenset(("generic", "atomic", "copy", "stored", "reduced"))
 #: Kinds of copies that are not tensor or bulk copies, by operation.
 _KINDS = {Effect.STORE: "stored", Effect.REDUCE: "reduced", Effect.CANCEL: "clc"}
 #: What a CTA does before it exits.
-_TRAILING = (
-    "the CTA exits while this is not known to be complete by any of its warps; "
-    "wait for it, or keep the CTA alive with a trailing cluster barrier"
-)
+_TRAILING = "wait for it, or keep the CTA alive with a trailing cluster barrier"
 _ORDERED_ACCESS = frozenset({"acquire", "release", "relaxed", "volatile", "mmio"})
 
 
@@ -307,7 +304,7 @@ class Sanitizer:
                 text = (
                     f"CTA {cta.ctaid} exits while it may still be in use: "
                     f"{findings.describe(access)} is not known to be complete by any of its warps; "
-                    f"{_TRAILING.partition('; ')[2]}"
+                    f"{_TRAILING}"
                 )
                 index = access.instruction.index if access.instruction else None
                 finding = Finding("exit-too-early", text, findings.sites(access), "",
