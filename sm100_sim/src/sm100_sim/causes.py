@@ -54,8 +54,8 @@ class Cause:
         return self.shown()
 
     def shown(self, colour: bool = False) -> str:
-        """Return what and how much of it in one line, then one finding: the first access, the second and
-        the missing edge, a line each."""
+        """Return what and how much of it in one line, then one finding: the first access, the
+        second and the missing edge, a line each."""
         count = len(self.findings)
         what = painted(" and ".join(self.kinds), "red", colour)
         what += f" in {self.about}" if self.about else ""

@@ -12,7 +12,8 @@ from .summary import found_by_kernel
 
 @dataclass
 class Outcome:
-    """Outcome of a run. reports: of its launches; failures: errors that ended others; modules: kernel
+    """Outcome of a run. reports: of its launches; failures: errors that ended others; modules:
+    kernel
     -> PTX of the module it was launched from."""
 
     reports: list[Report] = field(default_factory=list)
