@@ -139,7 +139,7 @@ class _Utils:
         }  # fmt: skip
 
     @staticmethod
-    def load_binary(name: str, cubin: bytes, shared: int, _device: Any) -> tuple:
+    def load_binary(name: str, cubin: bytes, _shared: int, _device: Any) -> tuple[int, ...]:
         registers = launch_registers(cubin).get(name, 0)
         return 1, 1, registers, 0, devices.MAX_THREADS
 
