@@ -50,6 +50,7 @@ COMPILED_IN = (
     "run/append_arguments.py",
     "run/arguments.py",
     "run/backward_arguments.py",
+    "run/building.py",
     "run/catalogue.py",
     "run/tail_arguments.py",
     "run/tracing.py",

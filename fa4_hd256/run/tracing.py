@@ -14,7 +14,8 @@ from ..architectures import ARCHITECTURES
 from ..gpus import family
 from ..kernels.functions.kernel_functions import check_unchanged
 from ..package_name import is_of_package
-from .catalogue import KernelSpec, build
+from .building import build
+from .catalogue import KernelSpec
 
 __all__ = ["targeting", "trace_and_compile"]
 

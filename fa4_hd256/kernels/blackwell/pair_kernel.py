@@ -18,7 +18,7 @@ from ..plan.edges import RingState, Signal
 from ..problem_class import ProblemClass
 from .pair_plan import CTAS
 
-__all__ = ["PairContext", "PairKernel", "claim_buffer"]
+__all__ = ["PairContext", "PairKernel", "await_buffer"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PairContext(KernelContext):
 
 
 @cute.jit
-def claim_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarget:
+def await_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarget:
     """Wait until the next buffer of a ring is free, and expect its bytes; return what loads take.
 
     Of bytes of both CTAs, which complete on the leader's barrier, the leader alone expects all.

@@ -74,7 +74,7 @@ class Signal(enum.Enum):
     TMA_BOTH = "TMA bytes of both CTAs, a part of each, on both CTAs' barriers"
     COPIES_CTA = "cp.async of all lanes of the producer warps, on the own CTA's barrier"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
-    WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
+    WARPS_PAIR_RELEASE = "one lane of each warp of both CTAs, on the leader's barrier, releasing"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
     WARPS_BOTH = "one lane of each producer warp of both CTAs, on both CTAs' barriers, releasing"
 

@@ -26,7 +26,7 @@ from ...ranges import traced
 from ...rows.sequences import Sequence as RowSequence
 from ...rows.sequences import TilePlace
 from ..instructions import Mma, fence_after_thread_sync, fence_before_thread_sync
-from ..pair_kernel import PairContext, PairKernel, claim_buffer
+from ..pair_kernel import PairContext, PairKernel, await_buffer
 from ..tmem import tmem_buffer
 from .config import GradientConfig
 
@@ -176,7 +176,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         not the ring's name.
         """
         name, state = buffers
-        target = claim_buffer(context, name, state)
+        target = await_buffer(context, name, state)
         load_tile(self.tma_tensor(context, box), context.smem[memory or name], place, *target)
         state.advance()
 
@@ -295,9 +295,9 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
 
 def score_gradients(
-    dp: cute.Tensor, factors: cute.Tensor, negative_delta: Float32 | cute.Tensor
+    dp: cute.Tensor, p_slopes: cute.Tensor, negative_delta: Float32 | cute.Tensor
 ) -> None:
-    """dp := factors * (dp - delta), dS in float32; factors: P, times the slope of the score.
+    """dp := p_slopes * (dp - delta), dS in float32; p_slopes: P, times the slope of the score.
 
     negative_delta: one Float32, or a register tensor with one for each column.
     """
@@ -306,7 +306,7 @@ def score_gradients(
         if isinstance(negative_delta, cute.Tensor):
             delta = (negative_delta[i], negative_delta[i + 1])
         pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
-        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (factors[i], factors[i + 1]))
+        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (p_slopes[i], p_slopes[i + 1]))
 
 
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:

@@ -46,7 +46,7 @@ from ..instructions import (
     k_major_operand,
     mn_major_operand,
 )
-from ..pair_kernel import claim_buffer
+from ..pair_kernel import await_buffer
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply, multiply_rows, tmem_load
 from .common import (
@@ -64,7 +64,7 @@ from .config import DkdvPlan, GradientConfig
 
 __all__ = ["DkdvKernel"]
 
-UNIT_Q = TILE_Q
+UNIT_Q = TILE_Q  # queries of a unit, as many as a tile of the forward has; a tile here is of keys
 CTA_KEYS = BLOCK_KV // 2  # keys of a CTA
 THREAD_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
@@ -260,7 +260,7 @@ class DkdvKernel(BlackwellBackward):
         unit: Step,
         ring: RingState,
     ) -> None:
-        barrier, _ = claim_buffer(context, name, ring)
+        barrier, _ = await_buffer(context, name, ring)
         self.tiles.load_stats(context, name, (work, unit), (barrier, context.smem[name]))
         ring.advance()
 
@@ -401,7 +401,7 @@ class DkdvKernel(BlackwellBackward):
         states = self.edges.waiter_states(*names)
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        factors = cute.make_rmem_tensor(THREAD_QUERIES, Float32)
+        p_slopes = cute.make_rmem_tensor(THREAD_QUERIES, Float32)
         # P, then dS, in 16 bits, two in a register.
         p, ds = (cute.make_rmem_tensor(THREAD_QUERIES // 2, Float32) for _ in range(2))
         while work.is_valid:
@@ -415,10 +415,10 @@ class DkdvKernel(BlackwellBackward):
                 index, head = tiles.begin, heads_of_part(context, work.head)[0]
                 query = index * UNIT_Q + self._first_query()
                 mask = RowMask(Boolean(True), visibility, row, query)
-                states = self._probabilities(context, factors, p, mask, states, work, head)
+                states = self._probabilities(context, p_slopes, p, mask, states, work, head)
                 for step in cutlass.range(num_steps, unroll=1):
                     states = self._publish_p(context, p, states)
-                    states = self._score_gradients(context, factors, ds, states)
+                    states = self._score_gradients(context, p_slopes, ds, states)
                     if undrained.is_valid:
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
@@ -430,7 +430,7 @@ class DkdvKernel(BlackwellBackward):
                         query = index * UNIT_Q + self._first_query()
                         states = self._probabilities(
                             context,
-                            factors,
+                            p_slopes,
                             p,
                             RowMask(is_masked, visibility, row, query),
                             states,
@@ -439,7 +439,7 @@ class DkdvKernel(BlackwellBackward):
                         )
                     else:
                         # Known not to outlive the loop, they do not occupy registers in it.
-                        factors.fill(0.0)
+                        p_slopes.fill(0.0)
                         p.fill(0.0)
                     states = self._publish_ds(context, ds, states)
                 undrained = work
@@ -475,32 +475,32 @@ class DkdvKernel(BlackwellBackward):
     def _probabilities(
         self,
         context: BlackwellBackwardContext,
-        factors: cute.Tensor,
+        p_slopes: cute.Tensor,
         p: cute.Tensor,
         mask: RowMask,
         states: RingStates,
         work: WorkTile,
         head: Int32,
     ):
-        """P of one unit.  factors: P times the slope of its score in float32.  p: P in 16 bits.
+        """P of one unit.  p_slopes: P times the slope of its score in float32.  p: P in 16 bits.
         head: of the queries."""
         barriers = context.barriers
-        states = self.take_scores(context, factors, tmem_load, states)
+        states = self.take_scores(context, p_slopes, tmem_load, states)
         barriers["lse_loaded"].wait(states["lse_loaded"])
         places = self.functions.score_places(
             context, work, lambda i: (head, mask.column + i, mask.row)
         )
-        slopes = self.change_and_mask(context, factors, places, mask)
+        slopes = self.change_and_mask(context, p_slopes, places, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for start in cutlass.range_constexpr(0, THREAD_QUERIES, FRAGMENT):
-            part = columns_of(factors, start, FRAGMENT)
+            part = columns_of(p_slopes, start, FRAGMENT)
             negative_lse = self._thread_stats(context, "lse", start)
             self.exponentiate(context, part, negative_lse, start, THREAD_QUERIES)
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
         if cutlass.const_expr(slopes is not None):
-            multiply_rows(factors, slopes)
+            multiply_rows(p_slopes, slopes)
         return states
 
     @traced("dS")
@@ -508,11 +508,11 @@ class DkdvKernel(BlackwellBackward):
     def _score_gradients(
         self,
         context: BlackwellBackwardContext,
-        factors: cute.Tensor,
+        p_slopes: cute.Tensor,
         ds: cute.Tensor,
         states: RingStates,
     ):
-        """Compute dS = factors (dP - delta) of one unit, in 16 bits."""
+        """Compute dS = p_slopes (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
@@ -527,7 +527,7 @@ class DkdvKernel(BlackwellBackward):
                 fence_before_thread_sync()
                 barriers["dp_free"].arrive(states["dp_done"], is_converged=True)
             delta = self._thread_stats(context, "delta", start)
-            score_gradients(dp, columns_of(factors, start, FRAGMENT), delta)
+            score_gradients(dp, columns_of(p_slopes, start, FRAGMENT), delta)
             columns_of(rounded, start, FRAGMENT).store(dp.load().to(self.dtype))
         barriers["delta_free"].arrive(states["delta_loaded"])
         states.advance("dp_done")

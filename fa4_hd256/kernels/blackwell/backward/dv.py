@@ -19,9 +19,9 @@ leaves in pieces during the next step's exp2, so that no warp waits for the SM's
 leaves in two halves, the first one while dP(0') is computed.
 
 LSE and delta belong to columns here.  Scores therefore come to registers by quads
-(`blackwell.tmem`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and reads
-16 values of each instead of 64: of the shared memory's port, which the MMAs leave little of, 128
-clocks per step instead of 512.
+(`blackwell.tmem_quads`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and
+reads 16 values of each instead of 64: of the shared memory's port, which the MMAs leave little of,
+128 clocks per step instead of 512.
 
 NOTE [P over dP].  P(i) lies over dP(i), from where a thread has read its own columns before.
 dP(i+1), which writes the same columns, is issued after dV(i), which reads them, by the same thread,
@@ -60,13 +60,9 @@ from ..instructions import (
     k_major_operand,
     mn_major_operand,
 )
-from ..pair_kernel import claim_buffer
-from ..tmem import (
-    multiply_rows,
-    tmem_buffer,
-    tmem_load_quads,
-    tmem_store_quads,
-)
+from ..pair_kernel import await_buffer
+from ..tmem import multiply_rows, tmem_buffer
+from ..tmem_quads import tmem_load_quads, tmem_store_quads
 from .common import (
     FRAGMENT,
     BlackwellBackward,
@@ -305,7 +301,7 @@ class DvKernel(BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load LSE and delta of a step's rows, whose bytes complete on one barrier."""
-        barrier, buffer = claim_buffer(context, "stats", rings.stats)
+        barrier, buffer = await_buffer(context, "stats", rings.stats)
         for name in ("lse", "delta"):
             target = barrier, context.smem[name][None, buffer]
             self.tiles.load_stats(context, name, (work, step), target)

@@ -41,7 +41,7 @@ from ..instructions import (
     mma_chain,
     mn_major_operand,
 )
-from ..pair_kernel import claim_buffer
+from ..pair_kernel import await_buffer
 from ..tmem import tmem_buffer
 from .common import BlackwellBackward, BlackwellBackwardContext
 from .config import GradientConfig
@@ -144,7 +144,7 @@ class ProductsKernel(BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, position: Walk, free: RingState
     ):
         """Load dS and rows into the next buffers, whose bytes complete on one barrier."""
-        target = claim_buffer(context, "step", free)
+        target = await_buffer(context, "step", free)
         self._load_ds(context, position, target)
         self._load_rows(context, work, position, target)
         free.advance()

@@ -1,5 +1,5 @@
-"""Scores of the dV kernel in registers, by quads (`blackwell.tmem`): what hides them, and dS on its
-way to global memory (`backward.ds_tiles`).
+"""Scores of the dV kernel in registers, by quads (`blackwell.tmem_quads`): what hides them, and dS
+on its way to global memory (`backward.ds_tiles`).
 
 Scores are transposed: rows are keys, columns queries.  Four threads share keys; each has 16 of its
 warpgroup's 64 queries for each of four keys.
@@ -29,7 +29,7 @@ from ...functions.kernel_functions import MaskFunction, ScorePlaces
 from ...limits import WARP_SIZE
 from ...mask.masking import Visibility, hide_unseen
 from ...plan.edges import SharedByReference
-from ..tmem import quad_fragment
+from ..tmem_quads import quad_fragment
 from .common import BlackwellBackwardContext, warpgroup
 
 __all__ = [

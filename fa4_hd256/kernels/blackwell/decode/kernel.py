@@ -65,7 +65,7 @@ from ..instructions import (
     k_major_operand,
     mn_major_operand,
 )
-from ..pair_kernel import PairKernel, claim_buffer
+from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
 from .context import (
@@ -263,7 +263,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     ) -> DecodeLoadRings:
         """Load the rows of Q."""
         place = context.query(work), self.rows.first_query(work), 0, work.head
-        barrier, index = claim_buffer(context, "q", rings.q)
+        barrier, index = await_buffer(context, "q", rings.q)
         load_tile(context.tensors.q, context.smem["q"], place, barrier, index, self.rows.of_query)
         rings.q.advance()
         return rings
@@ -294,7 +294,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         name, block = what
         head = work.head // context.heads_per_kv
         keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
-        target = claim_buffer(context, "kv", state)
+        target = await_buffer(context, "kv", state)
         source = getattr(context.tensors, name)
         self.load_kv(source, context.smem["kv"], (keys, first_key, block, head), target)
         state.advance()

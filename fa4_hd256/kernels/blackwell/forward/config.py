@@ -175,7 +175,7 @@ class ForwardConfig:
                     "q",
                     self.q_stages,
                     self.q_bytes,
-                    "128 rows x 256; after the tile's last QK, staging of its O",
+                    "128 rows x 256; after the tile's last PV, staging of its O",
                 ),
                 SmemRegion.operand(
                     "kv",

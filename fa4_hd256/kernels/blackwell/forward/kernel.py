@@ -60,7 +60,7 @@ from ..instructions import (
     k_major_operand,
     mn_major_operand,
 )
-from ..pair_kernel import PairKernel, claim_buffer
+from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply, tmem_buffer, tmem_store
 from .config import P_HALVES, ForwardConfig
 from .context import (
@@ -265,7 +265,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     def _load_q(self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings):
         """Load this CTA's rows of Q."""
         place = context.query(work), self.first_row(context, work), 0, work.head
-        barrier, index = claim_buffer(context, "q", rings.q)
+        barrier, index = await_buffer(context, "q", rings.q)
         packed = self.problem_class.packed_heads
         load_tile(context.tensors.q, context.smem["q"], place, barrier, index, packed)
         rings.q.advance()
@@ -288,7 +288,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             source, place = context.tensors.k, (keys, row + rank * self.load_keys, 0, head)
         else:
             source, place = context.tensors.v, (keys, row, rank, head)
-        target = claim_buffer(context, "kv", rings.kv)
+        target = await_buffer(context, "kv", rings.kv)
         self.load_kv(source, context.smem[name], place, target)
         rings.kv.advance()
         return rings

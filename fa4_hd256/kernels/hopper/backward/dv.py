@@ -278,14 +278,14 @@ class DvKernel(HopperBackward):
         barriers, step = context.barriers, self.first_position(context, work)
         tile = DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
         # P times the slope of its score, which is P where there is none.
-        p = factors = self.sum.a_fragment(STEP_QUERIES)
+        p = p_slopes = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
-            factors = self.sum.a_fragment(STEP_QUERIES)
+            p_slopes = self.sum.a_fragment(STEP_QUERIES)
         s = self.score.accumulator()
         barriers["k_loaded"].wait(states["k_loaded"])
         self.issue_scores(context, "q", (operands.k, operands.q), s, states)
         wait(0)
-        states = self._probabilities(context, s, factors, tile, step, states)
+        states = self._probabilities(context, s, p_slopes, tile, step, states)
         pack(s, p)
         barriers["v_loaded"].wait(states["v_loaded"])
         for _ in cutlass.range(1, num_steps, unroll=1):
@@ -298,13 +298,13 @@ class DvKernel(HopperBackward):
             self._issue_sum(operands, dv, p, states)
             wait(1 if self.capped else 2)
             place = self._place_of_ds(context, step, tile.ds_row)
-            self._store_ds(context, dp, factors, states["dout_loaded"].index, place)
+            self._store_ds(context, dp, p_slopes, states["dout_loaded"].index, place)
             step = self.tiles.next_position(step)
             barriers["v_loaded"].wait(states["v_loaded"])
             if cutlass.const_expr(self.capped):
                 self.issue_scores(context, "q", (operands.k, operands.q), s, states)
             wait(0 if self.capped else 1)
-            states = self._probabilities(context, s, factors, tile, step, states)
+            states = self._probabilities(context, s, p_slopes, tile, step, states)
             barriers["v_loaded"].wait(states["v_loaded"])
             wait(0)
             # The MMA has read P.
@@ -320,7 +320,7 @@ class DvKernel(HopperBackward):
         barriers["v_free"].arrive(states["v_loaded"])
         states.advance("v_loaded")
         place = self._place_of_ds(context, step, tile.ds_row)
-        self._store_ds(context, dp, factors, states["dout_loaded"].index, place)
+        self._store_ds(context, dp, p_slopes, states["dout_loaded"].index, place)
         wait(0)
         barriers["dout_free"].arrive(states["dout_loaded"])
         states.advance("dout_loaded")
@@ -341,12 +341,12 @@ class DvKernel(HopperBackward):
         self,
         context: BackwardContext,
         s: cute.Tensor,
-        factors: cute.Tensor,
+        p_slopes: cute.Tensor,
         tile: DvTile,
         step: Step,
         states: RingStates,
     ):
-        """P of one step in place of its scores, which are done; gives Q and LSE back.  factors:
+        """P of one step in place of its scores, which are done; gives Q and LSE back.  p_slopes:
         with slopes of the scores P times them, in 16 bits."""
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
         stage = states["q_loaded"].index
@@ -365,7 +365,7 @@ class DvKernel(HopperBackward):
                     sloped[i] = p * slope_of(4 * run + i, score)
                 s[4 * run + i] = p
             if cutlass.const_expr(self.capped):
-                pack(sloped, _run_of(factors, run))
+                pack(sloped, _run_of(p_slopes, run))
         return states
 
     def _place_of_ds(self, context: BackwardContext, step: Step, row: Int32) -> cute.Pointer:
@@ -384,11 +384,11 @@ class DvKernel(HopperBackward):
         self,
         context: BackwardContext,
         dp: cute.Tensor,
-        factors: cute.Tensor,
+        p_slopes: cute.Tensor,
         stage: Int32,
         place: cute.Pointer,
     ):
-        """Store dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
+        """Store dS = p_slopes (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
         quads of a warp 128 consecutive ones."""
         delta = self.tiles.passing_stats(context, "delta", stage)
         for run in cutlass.range_constexpr(RUNS):
@@ -399,7 +399,7 @@ class DvKernel(HopperBackward):
             cute.autovec_copy(delta[None, run], negative_delta)
             # Words are stored: what an MMA reads as words must not be taken apart.
             words = cute.make_rmem_tensor(2, Uint32)
-            words.store(cute.recast_tensor(_run_of(factors, run), Uint32).load())
+            words.store(cute.recast_tensor(_run_of(p_slopes, run), Uint32).load())
             weights = cute.recast_tensor(words, self.dtype).load().to(Float32)
             for i in cutlass.range_constexpr(4):
                 ds[i] = weights[i] * (dp[4 * run + i] + negative_delta[i % 2])

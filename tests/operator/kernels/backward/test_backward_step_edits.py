@@ -12,7 +12,7 @@ from step_traces import assert_as_declared, attend_backward, edited, steps_of, t
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward import dkdv, dq, dv, products
 from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
-from fa4_hd256.run import catalogue, compile
+from fa4_hd256.run import building, compile
 from fa4_hd256.schedulers import scheduler_class
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
@@ -98,10 +98,10 @@ def test_another_order_gives_the_same_bits_and_is_noticed(edit, tmp_path, monkey
     expected, seen = attend_backward(LENGTHS, True, config)
     assert_agrees(kernel, reports[2 + number], config, seen)
 
-    plain, (name,) = catalogue.KINDS[kind], module.__all__
+    plain, (name,) = building.BUILDERS[kind], module.__all__
     edited_kernel = getattr(edited(module, EDITS[edit], tmp_path, monkeypatch), name)
     monkeypatch.setitem(
-        catalogue.KINDS,
+        building.BUILDERS,
         kind,
         lambda spec: (
             edited_kernel(

@@ -13,8 +13,9 @@ from fa4_hd256 import ForwardConfig
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.forward import kernel
-from fa4_hd256.run import catalogue
+from fa4_hd256.run import building
 from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
+from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.tracing import trace_and_compile
 from fa4_hd256.schedulers import StaticPersistentScheduler
 
@@ -70,7 +71,7 @@ TILES = (3, 1, 0, 0, 0)  # steps of those of `attend`
 def attend(kernel_class, monkeypatch, **options):
     """Return (out, lse, report) of tiles of several steps, of one, and of none, on one CTA pair."""
     monkeypatch.setitem(
-        catalogue.KINDS, "forward",
+        building.BUILDERS, "forward",
         lambda spec: (
             kernel_class(spec.config, spec.problem_class, StaticPersistentScheduler),
             compile_arguments(spec.problem_class),
@@ -79,7 +80,7 @@ def attend(kernel_class, monkeypatch, **options):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, 1, 256).bfloat16() for length in (1200, 300, 300))
     problem = Problem.describe((q, k, v), Options.check(None, True, (None, None), 0.0, False))
-    spec = catalogue.KernelSpec("forward", ForwardConfig(), problem.problem_class)
+    spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
     compiled = trace_and_compile(spec)
     out, lse = torch.full_like(q, float("nan")), torch.full((1, 1, 1200), float("nan"))
     tensors = CallTensors(q, k, v, out, lse)

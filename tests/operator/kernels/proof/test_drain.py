@@ -35,7 +35,7 @@ from fa4_hd256.kernels.proof.steps import (
     read,
     write,
 )
-from fa4_hd256.run import catalogue
+from fa4_hd256.run import building
 from fa4_hd256.run.catalogue import KernelSpec
 
 FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan()
@@ -301,7 +301,7 @@ def test_a_configuration_is_refused_before_compiling():
 
     spec = KernelSpec("forward", Lacking(), ProblemClass(torch.bfloat16))
     with pytest.raises(ValueError, match="the forward kernel cannot work: who reads S of step"):
-        catalogue.build(spec)
+        building.build(spec)
 
 
 def test_more_results_than_tensor_memory_has_buffers_for():

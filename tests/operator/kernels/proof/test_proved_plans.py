@@ -12,7 +12,7 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.kernels.proof import drain, plans
-from fa4_hd256.run import catalogue
+from fa4_hd256.run import building, catalogue
 
 #: Lengths of keys; at least one takes each default of a forward.
 LENGTHS = (64, 80, 4096, 32768)
@@ -60,7 +60,7 @@ def test_every_kernel_with_tensor_cores_is_proved(architecture, monkeypatch):
         if gradients:
             problem_class = GradientClass(problem_class)
         with pytest.raises(ValueError, match=r"proved ForwardConfig"):
-            catalogue.build(catalogue.KernelSpec(kind, config, problem_class, architecture))
+            building.build(catalogue.KernelSpec(kind, config, problem_class, architecture))
 
 
 def test_a_plan_is_run_once_in_a_process():
