@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fa4_hd256.models import MODELS
-from fa4_hd256.run import catalogue
+from fa4_hd256.run import building
 from fa4_hd256.run.ahead.build import TARGETS
 from fa4_hd256.run.ahead.needs import Needs, specs_of
 
@@ -39,7 +39,7 @@ def kernels(arch):
     """Return the tile kernels of a target's plans, one of each class and configuration."""
     target, found = TARGETS[arch], {}
     for spec in specs_of(MODELS["qwen3.8-27b"], NEEDS, target.architecture, target.gpu):
-        kernel = catalogue.build(spec)[0]
+        kernel = building.build(spec)[0]
         if hasattr(kernel, "smem"):
             found.setdefault((type(kernel), spec.config), kernel)
     return found.values()

@@ -15,8 +15,8 @@ tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
 where the first > is the write of P to tensor memory, and the second one that of dS to global
 memory, straight from registers.  The exp2 of a step has the time of two MMAs, S(i) done to dP(i)
 done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
-leaves in pieces during the next step's exp2, so that no warp waits for the SM's queue of stores. dV
-leaves in two halves, the first one while dP(0') is computed.
+leaves store by store during the next step's exp2, so that no warp waits for the SM's queue of
+stores. dV leaves in two halves, the first one while dP(0') is computed.
 
 LSE and delta belong to columns here.  Scores therefore come to registers by quads
 (`blackwell.tmem_quads`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and
