@@ -54,6 +54,7 @@ __all__ = [
     "prefix_lm",
     "sliding_window",
     "tree_words",
+    "with_words",
 ]
 
 #: Module of PyTorch's `BlockMask`.
@@ -184,6 +185,40 @@ def from_words(words: torch.Tensor, seqlen_k: int) -> TileMask:
 
     Raises TypeError for another dtype, ValueError for other dimensions.
     """
+    words = _checked_words(words, seqlen_k)
+    return TileMask.of_words((words.shape[2], plain(seqlen_k)), words)
+
+
+def with_words(block_mask: TileMask, words: torch.Tensor) -> TileMask:
+    """Make a mask of the keys of another one whose bits are set: those that a layer chooses.
+
+    block_mask: a mask with bits, such as `documents`, made once for all layers. words: as of
+    `from_words`, of its lengths; batch and heads are 1 or those of the mask. The lists of tiles are
+    made once for block_mask, so a layer's own words cost one copy of the tiles that are listed.
+
+    Raises as `from_words`, TypeError for another kind of mask, ValueError for one without bits, and
+    for words of other lengths, batch or heads.
+    """
+    if not isinstance(block_mask, TileMask):
+        raise TypeError(
+            f"block_mask is {type(block_mask).__name__}; accepted: a mask of fa4_hd256.masks"
+        )
+    mask = as_tile_mask(block_mask)
+    words = _checked_words(words, mask.lengths[1])
+    accepted = [(1, size) for size in mask.tiles.shape[:2]]
+    fits = all(size in sizes for size, sizes in zip(words.shape[:2], accepted, strict=True))
+    if not fits or words.shape[2] != mask.lengths[0] or words.device != mask.device:
+        raise ValueError(
+            f"words has shape {tuple(words.shape)} on {words.device}, and block_mask is {mask}; "
+            "accepted: words of its queries and keys, with a batch and heads of 1 or of the "
+            "mask's, on its device"
+        )
+    return mask.with_words(words)
+
+
+def _checked_words(words: Any, seqlen_k: int) -> torch.Tensor:
+    """Return words of `from_words` with four dimensions, expanded ones taken once. Raises as
+    that."""
     check_whole("seqlen_k", seqlen_k, 1)
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32:
         kind = words.dtype if isinstance(words, torch.Tensor) else type(words).__name__
@@ -200,7 +235,7 @@ def from_words(words: torch.Tensor, seqlen_k: int) -> TileMask:
     for dimension in range(2):
         if words.stride(dimension) == 0:
             words = words.narrow(dimension, 0, 1)
-    return TileMask.of_words((words.shape[2], plain(seqlen_k)), words)
+    return words
 
 
 def from_block_mask(

@@ -80,7 +80,7 @@ NOTES = (
     "Packed rows: sequences of which each query sees keys that an indexer chose, as packed bits; "
     "ours and FlexAttention as one dense row that the mask keeps apart, ours with mask_mod= and "
     f"{flash_attn_4.PACKAGE}, which has no lists of tiles, as packed sequences. Making the mask: "
-    "from its bits.",
+    "of a layer, from its bits, within the mask of the batch, made before.",
 )  # fmt: skip
 
 

@@ -150,7 +150,11 @@ class PackedMaskedCase(MaskedCase):
         return self.mask_maker(device)()
 
     def mask_maker(self, device: torch.device) -> Callable[[], masks.TileMask]:
-        return partial(masks.from_words, self.words(device), self.total)
+        """Return what makes a layer's mask of its words and of the batch's sequences, causal, whose
+        mask is made once for all layers."""
+        lengths = torch.tensor([count for count, _ in self.lengths], device=device)
+        numbers = torch.arange(self.batch, device=device).repeat_interleave(lengths)
+        return partial(masks.with_words, masks.documents(numbers), self.words(device))
 
     @cached_property
     def _pairs(self) -> int:

@@ -134,16 +134,7 @@ class TileMask:
 
         Tiles are copied, none is evaluated. Waits for a GPU, and raises, as `of` does.
         """
-        q_tiles, kv_tiles = map(count_mask_tiles, lengths)
-        padded = F.pad(words, (0, BIT_WORDS * kv_tiles - words.shape[3]))
-        last, rest = divmod(lengths[1], WORD_BITS)
-        if rest:
-            padded[..., last] &= (1 << rest) - 1
-        # Rows past the end are as the last one, so that they leave a full tile full.
-        missing = MASK_TILE * q_tiles - lengths[0]
-        rows = torch.cat((padded, padded[:, :, -1:].expand(-1, -1, missing, -1)), dim=2)
-        shape = (q_tiles, MASK_TILE, kv_tiles, BIT_WORDS)
-        by_tiles = rows.unflatten(3, shape[2:]).unflatten(2, shape[:2]).transpose(3, 4)
+        by_tiles = _by_tiles(lengths, words)
         some, whole = ((by_tiles != 0).any(5).any(4), (by_tiles == -1).all(5).all(4))
         is_partial = (some & ~whole).flatten()
         places = _places(is_partial)
@@ -161,6 +152,42 @@ class TileMask:
         tiles = torch.full_like(kinds, ABSENT, dtype=torch.int32)
         tiles.masked_fill_(kinds == PARTIAL, ASKED).masked_fill_(kinds == WHOLE, FULL)
         return cls(lengths, tiles, None)
+
+    def with_words(self, words: torch.Tensor) -> TileMask:
+        """Return the mask of this one's keys whose bits are set in words, as `of_words` has them.
+        Its lists of tiles are those of `in_bits`, made once; a full or an empty tile stays listed.
+        """
+        whole = self.in_bits
+        tile = self._once(self._made, "places", lambda: _places_of_bits(whole))
+        by_tiles = _by_tiles(self.lengths, words)
+        batch, head, q_tile, kv_tile = tile.unbind()
+        if words.shape[0] == 1:
+            batch = batch * 0
+        if words.shape[1] == 1:
+            head = head * 0
+        assert whole.bits is not None
+        bits = by_tiles[batch, head, q_tile, kv_tile].bitwise_and_(whole.bits)
+        found = TileMask(self.lengths, whole.tiles, bits, self.of_first)
+        found._made, found._units = whole._made, whole._units
+        found.listed_tiles = whole.listed_tiles
+        return found
+
+    @property
+    def in_bits(self) -> TileMask:
+        """Return the same mask, which has bits, with a tile of bits for each that is not empty."""
+        return self._once(self._masks, "in bits", self._in_bits)
+
+    def _in_bits(self) -> TileMask:
+        assert self.bits is not None
+        is_listed, flat = (self.tiles != ABSENT).flatten(), self.tiles.flatten()
+        places = _places(is_listed)
+        bits, count = _no_bits(len(places), self.device), len(places)
+        bits[1 : 1 + count] = self.bits[flat[places].clamp(min=NOTHING).long()]
+        bits[1 : 1 + count].masked_fill_((flat[places] == FULL)[:, None, None], -1)
+        numbers = torch.full_like(flat, ABSENT)
+        numbers[places] = torch.arange(1, 1 + count, dtype=flat.dtype, device=self.device)
+        tiles = torch.where(is_listed, numbers, ABSENT).view_as(self.tiles)
+        return TileMask(self.lengths, tiles, bits, self.of_first)
 
     @property
     def lists(self) -> TileMask:
@@ -311,6 +338,37 @@ class TileMask:
                 ).T
             self._units[rows] = tuple(map(tuple, is_met.tolist()))
         return self._units[rows]
+
+
+def _by_tiles(lengths: tuple[int, int], words: torch.Tensor) -> torch.Tensor:
+    """Return a view of packed bits, (1 or batch, 1 or heads, tiles of queries, tiles of keys, 128,
+    BIT_WORDS), padded: rows past the end are as the last one, so that they leave a full tile full,
+    and no key is seen there."""
+    q_tiles, kv_tiles = map(count_mask_tiles, lengths)
+    padded = F.pad(words, (0, BIT_WORDS * kv_tiles - words.shape[3]))
+    last, rest = divmod(lengths[1], WORD_BITS)
+    if rest:
+        padded[..., last] &= (1 << rest) - 1
+    missing = MASK_TILE * q_tiles - lengths[0]
+    rows = torch.cat((padded, padded[:, :, -1:].expand(-1, -1, missing, -1)), dim=2)
+    of_tiles = rows.unflatten(3, (kv_tiles, BIT_WORDS)).unflatten(2, (q_tiles, MASK_TILE))
+    return of_tiles.transpose(3, 4)
+
+
+def _places_of_bits(mask: TileMask) -> torch.Tensor:
+    """Return (4, tiles of bits) int64: batch entry, head, tile of queries and of keys of each tile
+    of bits; zeros of those that no tile has. mask: each tile has bits of its own."""
+    assert mask.bits is not None
+    flat = mask.tiles.flatten()
+    numbers = flat.clamp(min=NOTHING).long()
+    place = torch.zeros(len(mask.bits), dtype=torch.int64, device=flat.device)
+    place.scatter_(0, numbers, torch.arange(len(flat), device=flat.device))
+    place[NOTHING] = 0
+    sizes, indices = mask.tiles.shape, []
+    for size in reversed(sizes):
+        indices.append(place % size)
+        place = place // size
+    return torch.stack(indices[::-1])
 
 
 def _places(is_partial: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,44 @@ def test_from_words(shape):
     assert masks.from_words(wide, shape[3]).tiles.shape[0] == shape[0]
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_words_of_a_layer(heads):
+    """Keys that both see; the lists of tiles, and what is made of them, are made once."""
+    blocks = masks.documents(torch.arange(300) // 140)
+    own = blocks.dense()
+    for number in range(2):
+        dense = torch.rand(1, 1, 300, 300) > 0.5
+        dense[:, :, 128:256] = number == 0
+        found = masks.with_words(blocks, words_of(dense))
+        assert torch.equal(found.dense(), own & dense)
+        assert found.steps(1) is masks.with_words(blocks, words_of(dense)).steps(1)
+    for_heads = masks.from_dense(torch.rand(1, heads, 300, 300) > 0.3)
+    dense = torch.rand(1, heads, 300, 300) > 0.5
+    found = masks.with_words(for_heads, words_of(dense))
+    assert torch.equal(found.dense(), for_heads.dense() & dense)
+    found = masks.with_words(for_heads, words_of(dense[:, :1]))
+    assert torch.equal(found.dense(), for_heads.dense() & dense[:, :1])
+    assert torch.equal(blocks.dense(), own)
+
+
+def test_words_within_the_bits_of_the_first_head_are_of_that_alone():
+    by_head = create_block_mask(lambda b, h, q, k: (q + h) % 3 > 0, 1, 1, 200, 200, device="cpu")
+    first = masks.from_block_mask(by_head)
+    found = masks.with_words(first, words_of(torch.ones(200, 200) > 0))
+    assert found.of_first == first.of_first == (False, True)
+
+
+def test_words_of_a_layer_that_are_refused():
+    blocks, words = masks.documents(torch.zeros(64).int()), torch.zeros(64, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="block_mask is Tensor; accepted: a mask of fa4_hd256"):
+        masks.with_words(words, words)
+    for wrong in (words[:63], words.expand(2, 1, 64, 2).clone()):
+        with pytest.raises(ValueError, match="words of its queries and keys"):
+            masks.with_words(blocks, wrong)
+    with pytest.raises(ValueError, match="block_mask has no bits"):
+        masks.with_words(blocks.lists, words)
+
+
 def test_words_that_are_refused():
     words = torch.zeros(5, 3, dtype=torch.int32)
     with pytest.raises(TypeError, match="words is torch.int64; accepted: an int32 tensor"):
