@@ -405,6 +405,7 @@ TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Chunk", "Problem", "View", "fa
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.
 OF_BOTH = {
     "fa4_hd256/kernels/kernel_set",
+    "fa4_hd256/run/building",
     "fa4_hd256/run/catalogue",
     "fa4_hd256/run/tracing",
     "fa4_hd256/kernels/blackwell/architecture",
