@@ -71,6 +71,7 @@ def flash_attn_func(
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
     block_mask: Any = None,
+    q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
@@ -86,10 +87,11 @@ def flash_attn_func(
     flash-attn-4 returns a pair always.
 
     q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), with heads a multiple
-    of heads_kv; bfloat16 or float16, any lengths from 1 up. Layouts with the last stride 1 and
-    the base address and other strides multiples of 16 bytes are used in place, others copied once.
-    CUDA tensors need a GPU of an architecture in `fa4_hd256.architectures`, whose kernels they get;
-    for CPU tensors the compiled kernel of that which FA4_HD256_ARCH names runs in the simulator.
+    of heads_kv; bfloat16 or float16, k and v also float8_e4m3fn, and with these q; any lengths from
+    1 up. Layouts with the last stride 1 and the base address and other strides multiples of 16
+    bytes are used in place, others copied once. CUDA tensors need a GPU of an architecture in
+    `fa4_hd256.architectures`, whose kernels they get; for CPU tensors the compiled kernel of that
+    which FA4_HD256_ARCH names runs in the simulator.
 
     softmax_scale: any finite number, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.
@@ -112,7 +114,7 @@ def flash_attn_func(
         FA_CLC says, else True in the backward, and in the forward a rule of mask and lengths, or
         True where the process is one of several ranks, whose communication may hold SMs meanwhile.
     out: a tensor like q to which the result is written, and which is returned; any layout that is
-        read in place. Not with gradients.
+        read in place; with q in float8_e4m3fn bfloat16 or float16. Not with gradients.
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
         a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md).
     mask_mod: which keys queries see in its partial tiles, evaluated in the kernels instead of bits
@@ -121,24 +123,25 @@ def flash_attn_func(
         window_size let it; it sees all keys before those. bool (seqlen_q, seqlen_q) or (batch,
         seqlen_q, seqlen_q), True where seen, up to 64 queries; or the words of
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
-    k_descale, v_descale: scales of k and of v in float8_e4m3fn, float32: one value, or (batch,
-        heads_kv). With such k and v q and out are bfloat16 or float16, and there are no gradients
-        (docs/serving.md).
+    q_descale, k_descale, v_descale: scales of q, of k and of v in float8_e4m3fn, float32: one
+        value, or (batch, heads_kv), that of q too; all or none of those that are in this dtype.
+        There are no gradients (docs/serving.md).
     score_mod: changes scores, softmax_scale * q k, before the mask: ALiBi, or one of the
         user's (`fa4_hd256.score_mods`, docs/masks.md); lse is of what it returns.
     return_max_logits: also return the greatest logit of each head, for QK-clip (MuonClip): (heads,)
         float32, over all queries of the batch and the keys that they see. Logits are softmax_scale
         * q k after softcap and score_mod; a sink is none of them. Exact, deterministic, without a
         gradient; -inf where no query sees a key, NaN with a logit that is NaN. Not with out= or
-        with k and v in float8.
+        with float8.
     out_gate: out becomes out * sigmoid(out_gate), as gated attention has it (Qwen3-Next, Qwen3.5):
-        shaped like q, or (batch, seqlen_q, heads), typed like q. Applied in float32 before out is
+        shaped like q, or (batch, seqlen_q, heads), typed like out. Applied in float32 before out is
         rounded; lse does not change. Differentiated, too.
 
-    Returns out, shaped and typed like q, or (out, lse) with return_lse; return_max_logits adds
-    max_logits at the end. lse: (batch, heads, seqlen_q) float32, natural log, the sink included. A
-    query that sees no key has out = 0 and lse = -inf (or the sink's logit). Autograd differentiates
-    out and lse with respect to q, k, v, learnable_sink and out_gate, once.
+    Returns out, shaped and typed like q (bfloat16 for float8), or (out, lse) with return_lse;
+    return_max_logits adds max_logits at the end. lse: (batch, heads, seqlen_q) float32, natural
+    log, the sink included. A query that sees no key has out = 0 and lse = -inf (or the sink's
+    logit). Autograd differentiates out and lse with respect to q, k, v, learnable_sink and
+    out_gate, once.
 
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
@@ -150,8 +153,8 @@ def flash_attn_func(
     if block_mask is not None or mask_mod is not None:
         masked = _read_masks(inputs, block_mask, mask_mod, tree_mask)
         others, key_of_mask, listed_tiles = masked
-    if not (tree_mask is score_mod is k_descale is v_descale is None):
-        read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
+    if not (tree_mask is score_mod is q_descale is k_descale is v_descale is None):
+        read, key = read_options(tree_mask, score_mod, q_descale, k_descale, v_descale)
         others = {**others, **read}
     arguments = plans.call_fields(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -193,6 +196,7 @@ def flash_attn_varlen_func(
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
     block_mask: Any = None,
+    q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
@@ -234,7 +238,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q and cu_seqlens_k, which may differ (docs/masks.md).
     tree_mask: as of `flash_attn_func`, of at least as many nodes as a sequence has queries; node i
         is query i of a sequence, its key that of the sequence's last keys with the same place.
-    k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
+    q_descale, k_descale, v_descale: as of `flash_attn_func`; with page_table and without q_descale
+        also (pages, heads_kv).
     out_gate: as of `flash_attn_func`; shaped like q, or like q without its last dimension.
     The other arguments are those of `flash_attn_func`.
 
@@ -266,16 +271,16 @@ def flash_attn_varlen_func(
             return_lse=True, num_splits=num_splits, batch_invariant=batch_invariant,
             config=config, backward_config=backward_config, use_clc=use_clc,
             out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
-            k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,
-            mask_mod=row.mask_mod, return_max_logits=return_max_logits,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            score_mod=row.score_mod, mask_mod=row.mask_mod, return_max_logits=return_max_logits,
             out_gate=None if out_gate is None else out_gate.unsqueeze(0),
         )  # fmt: skip
         out = result.squeeze(0) if out is None else out
         also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
         return (out, *also) if also else out
     others, key, ds_tiles = NO_TENSORS, None, 0
-    if not (tree_mask is score_mod is k_descale is v_descale is None):
-        others, key = read_options(tree_mask, score_mod, k_descale, v_descale)
+    if not (tree_mask is score_mod is q_descale is k_descale is v_descale is None):
+        others, key = read_options(tree_mask, score_mod, q_descale, k_descale, v_descale)
     if backward_metadata is not None:
         apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
         check_metadata(backward_metadata, causal, window_size, apart)
@@ -324,7 +329,7 @@ def attend_sequences(
 NO_TENSORS: dict[str, torch.Tensor] = {}
 #: Fields of `ForwardTensors` behind the gate, of calls that have none of these.
 _NO_OTHERS = (None,) * (len(OTHERS) - 1)
-_K_DESCALE = ForwardTensors._fields.index(DESCALES[0])
+_Q_DESCALE, _K_DESCALE, _V_DESCALE = map(ForwardTensors._fields.index, DESCALES)
 
 
 def _read_masks(
@@ -403,6 +408,7 @@ def _find_and_run(
     `Call`. form: as of `plans.facts_of`.
     """
     out = tensors[-1]
+    # Of scales none are accepted without that of k.
     if tensors[_K_DESCALE] is not None or out is not None:
         _check_out_and_gradients(tensors, return_max_logits)
     found, kind = None, _EAGER_MAXIMA if return_max_logits else _EAGER_FORWARD
@@ -447,7 +453,7 @@ def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) ->
             "out is given with return_max_logits=True; accepted: a call without out=, whose result "
             "is a new tensor"
         )
-    refuse_gradients(*inputs[_K_DESCALE : _K_DESCALE + len(DESCALES)])
+    refuse_gradients(*inputs[_Q_DESCALE : _V_DESCALE + 1])
     if out is not None and are_differentiated((*inputs[:5], out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink, out_gate and out requires "

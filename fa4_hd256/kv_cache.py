@@ -29,7 +29,7 @@ from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.kernel_functions import SCORE_MOD
-from .kernels.problem_class import DESCALES
+from .kernels.problem_class import DESCALES, result_dtypes
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .ops.operators import WRITTEN, forward_kvcache
 from .run.append import plan_cache
@@ -40,7 +40,7 @@ __all__ = ["flash_attn_with_kvcache"]
 #: Arguments that may require gradients, which there are none of.
 _DIFFERENTIABLE = (
     "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",
-    "k_descale", "v_descale", "out_gate",
+    "q_descale", "k_descale", "v_descale", "out_gate",
 )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     config: Any = None,
     use_clc: bool | None = None,
+    q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
@@ -110,8 +111,9 @@ def flash_attn_with_kvcache(
     rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
     max_seqlen_k: a bound on the rows in use with page_table, new ones too, that num_splits follows
         from; None for as many as a row of page_table holds.
-    k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
-        and v, typed like q, are then divided by the scales of where they go, rounded to nearest
+    q_descale, k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn.
+        Rows of k and v, typed like q or, where that is float8_e4m3fn, like out, are then divided by
+        the scales of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
     score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
@@ -143,11 +145,11 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled():
         cache_checks.check_no_gradients(
             _DIFFERENTIABLE, q, k_cache, v_cache, k, v, learnable_sink, out, rotary_cos, rotary_sin,
-            k_descale, v_descale, out_gate,
+            q_descale, k_descale, v_descale, out_gate,
         )  # fmt: skip
     others, key = NO_TENSORS, None
-    if not (words is score_mod is k_descale is v_descale is None):
-        others, key = read_options(words, score_mod, k_descale, v_descale)
+    if not (words is score_mod is q_descale is k_descale is v_descale is None):
+        others, key = read_options(words, score_mod, q_descale, k_descale, v_descale)
     arguments = plans.call_fields(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant,
@@ -225,7 +227,8 @@ def _write_and_attend(
     values = resolve_cache_call(tensors, (*arguments, interleaved))
     out, _, _, q, *_ = tensors
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dtype = result_dtypes(q.dtype)[0]
+        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     return out, forward_kvcache(out, *tensors[1:], *values)
 
 

@@ -26,7 +26,7 @@ from .words import shown
 __all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]
 
 
-def get_scheduler_metadata(
+def get_scheduler_metadata(  # noqa: PLR0913
     cache_seqlens: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -35,6 +35,7 @@ def get_scheduler_metadata(
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
     kv_dtype: torch.dtype | None = None,
+    q_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`scheduler_metadata` for calls of decoding steps with these bounds: which part of which
     sequence's keys is whose work, balanced by the sequences' lengths.
@@ -42,7 +43,8 @@ def get_scheduler_metadata(
     cache_seqlens: (batch,) int32, keys in use of each sequence, on the device of the calls; a CPU
     tensor for the simulator. max_seqlen_q, max_seqlen_k: of the calls; of keys in pages the rows of
     all pages of a row of page_table, unless the calls are given another. causal, window_size: of
-    the calls. kv_dtype: of k and v, None for that of q.
+    the calls. kv_dtype: of k and v, None for that of q. q_dtype: of q, None for bfloat16 or
+    float16.
 
     Returns an int32 vector. Nothing waits for the device; in a CUDA graph it follows the lengths at
     each replay. Other lengths only balance it worse. Bits of a result depend on it as on
@@ -62,9 +64,10 @@ def get_scheduler_metadata(
             "num_heads_kv": num_heads_kv,
         }
     )
-    if kv_dtype not in (None, *DTYPES, *KV_DTYPES):
-        accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
-        raise TypeError(f"kv_dtype is {shown(kv_dtype)}; accepted: None or {accepted}")
+    for name, dtype in (("kv_dtype", kv_dtype), ("q_dtype", q_dtype)):
+        if dtype not in (None, *DTYPES, *KV_DTYPES):
+            accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
+            raise TypeError(f"{name} is {shown(dtype)}; accepted: None or {accepted}")
     if cache_seqlens.device.type == "cpu" and not is_intercepted():
         check_lengths(cache_seqlens, max_seqlen_k, "max_seqlen_k")
     number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)
@@ -73,7 +76,8 @@ def get_scheduler_metadata(
         number.expand(batch, rows, heads, 256)
         for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
     )
-    k = k.to(kv_dtype) if kv_dtype in KV_DTYPES else k
+    q = q.to(q_dtype) if q_dtype in KV_DTYPES else q
+    k = k.to(kv_dtype or q.dtype) if {kv_dtype, q.dtype} & {*KV_DTYPES} else k
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
     gpu = gpu_of(cache_seqlens.device)

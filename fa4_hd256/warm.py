@@ -24,8 +24,9 @@ from .words import shown
 
 __all__ = ["WarmUp", "main", "warm_up"]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {OF_Q: None, "float8_e4m3fn": torch.float8_e4m3fn}
+_E4M3 = {"float8_e4m3fn": torch.float8_e4m3fn}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, **_E4M3}
+_KV_DTYPES = {OF_Q: None, **_E4M3}
 _USUAL = Needs()
 
 

@@ -13,7 +13,9 @@ tile after tile, with c = softmax_scale * log2(e) >= 0::
 out = O / l and LSE = c * m * ln 2 + ln l are exact whatever m is, because p, l and O carry the
 same offset.  So m is only moved when c * (true maximum - m) exceeds `rescale_threshold`
 (FlashAttention-4, arXiv 2603.05451): P then reaches at most 2^threshold, and most tiles need no
-rescaling of O.  Where a caller needs the true maximum of s, `largest` holds it beside m.
+rescaling of O.  With `p_log2` p, l and O all carry a factor of 2^p_log2 more, which brings P into
+the range of a type of few exponents.  Where a caller needs the true maximum of s, `largest` holds
+it beside m.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ LOWEST_LOGIT = -(2.0**126)
 # 2^30 + 1 to the fourth power is finite, and so is its reciprocal; 2 / (1 + 2^30) is nothing to 1.
 LARGEST_TANH_EXPONENT = 30.0
 
-# P must stay finite in its own type: 2^threshold, with room for rounding.
-_LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0}
+# P must stay finite in its own type: 2^(threshold + p_log2), with room for rounding.  The largest
+# e4m3 is 448, 2^8.8.
+_LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0, cutlass.Float8E4M3FN: 8.0}
 
 _NUM_MAX_CHAINS = 4
 _NUM_SUM_CHAINS = 4
@@ -83,7 +86,8 @@ class OnlineSoftmax:
     ) -> None:
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
-        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, self.lanes = settings
+        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, *more = settings
+        self.lanes, self.p_log2 = more
         self.row_max, self.row_sum, self.offset, *largest = state
         # The true maximum of all scores so far, where it is tracked.
         self.largest = largest[0] if largest else None
@@ -98,16 +102,18 @@ class OnlineSoftmax:
         arithmetic: str = "packed",
         lanes: int = 1,
         tracks_largest: bool = False,
+        p_log2: float = 0.0,
     ) -> OnlineSoftmax:
         """A softmax with empty state.
 
         scale_log2: softmax_scale * log2(e), at least 0, Float32 (0 is served as 2^-126).
         rescale_threshold: in log2 units, static; 0 moves the maximum whenever it grows.
-        dtype: of P, cutlass.BFloat16 or cutlass.Float16.
+        dtype: of P, cutlass.BFloat16, cutlass.Float16 or cutlass.Float8E4M3FN.
         arithmetic: one of `ARITHMETICS`, static.
         lanes: neighbouring lanes of a warp that share a row, static, a power of two.  They agree
             about the maximum; each sums its own columns, and `finish` adds the sums up.
         tracks_largest: keep the true maximum for `largest_logit`, static.
+        p_log2: P is 2^p_log2 times as large, static; not with plain arithmetic.
 
         Raises ValueError for another dtype or arithmetic, or a threshold with which P could
         overflow it.
@@ -115,15 +121,18 @@ class OnlineSoftmax:
         if arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic {arithmetic!r}; accepted are {', '.join(ARITHMETICS)}")
         if dtype not in _LARGEST_THRESHOLD:
-            raise ValueError(f"P must be BFloat16 or Float16, got {dtype}")
-        if not 0 <= rescale_threshold <= _LARGEST_THRESHOLD[dtype]:
+            raise ValueError(f"P must be BFloat16, Float16 or Float8E4M3FN, got {dtype}")
+        largest = _LARGEST_THRESHOLD[dtype] - p_log2
+        if not 0 <= rescale_threshold <= largest:
             raise ValueError(
                 f"rescale_threshold is {rescale_threshold}; accepted for {dtype} are 0 to "
-                f"{_LARGEST_THRESHOLD[dtype]} (P reaches 2^threshold)"
+                f"{largest} (P reaches 2^{'(threshold + p_log2)' if p_log2 else 'threshold'})"
             )
+        if p_log2 and arithmetic == "plain":
+            raise ValueError(f"p_log2 is {p_log2} with plain arithmetic; accepted: 0")
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
         lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
-        settings = (pattern, float(rescale_threshold), dtype, arithmetic, lanes)
+        settings = (pattern, float(rescale_threshold), dtype, arithmetic, lanes, float(p_log2))
         softmax = cls((scale, lowest), settings, (lowest,) * (4 if tracks_largest else 3))
         softmax.reset()
         return softmax
@@ -166,8 +175,8 @@ class OnlineSoftmax:
         """p of one fragment: float32 in place of the scores, and rounded into `probabilities`.
 
         scores: register tensor of 32 Float32, or an even number below.  probabilities: register
-        tensor of as many elements of `dtype`, or of half as many of a 32-bit type, each holding two
-        (lower column in the lower half); None where the caller rounds.  fragment_index,
+        tensor of as many elements of `dtype`, or of a 32-bit type that holds as many (lower columns
+        in the lower bits); None where the caller rounds.  fragment_index,
         num_fragments: static; they select the pattern's columns.
         """
         polynomial = exp2_polynomial_pair
@@ -287,7 +296,8 @@ class OnlineSoftmax:
         return value
 
     def offset_of(self, row_max: Float32) -> Float32:
-        """-c * m, the addend of the folded scale, rounded; finite for the lowest maximum too.
+        """-c * m + p_log2, the addend of the folded scale, rounded; finite for the lowest maximum
+        too.
 
         So a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication
         (mul.rn.f32x2), or one written out (mul.rn.f32), is never contracted into an fma, so that p,
@@ -295,6 +305,8 @@ class OnlineSoftmax:
         and LSE.
         """
         negative_scale = -self.scale_log2
+        if cutlass.const_expr(self.p_log2 != 0):
+            return cute.math.fma(row_max, negative_scale, Float32(self.p_log2))
         if self.arithmetic == "scalar":
             return multiply_rounded(row_max, negative_scale)
         offset, _ = cute.arch.mul_packed_f32x2((row_max, row_max), (negative_scale, negative_scale))

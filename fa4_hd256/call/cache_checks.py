@@ -14,7 +14,7 @@ import torch
 
 from .. import environment
 from ..kernels.limits import HEAD_DIM
-from ..kernels.problem_class import KV_DTYPES
+from ..kernels.problem_class import KV_DTYPES, result_dtypes
 from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE
 from ..words import shown
 from . import checks, memory
@@ -370,8 +370,8 @@ def check_new_rows(
     batch: int,
     dtype: torch.dtype,
 ) -> None:
-    """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new; dtype: of q, which
-    they may have where the cache is in one of `KV_DTYPES`."""
+    """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new; dtype: of q, whose
+    results' dtypes they may have where the cache is in one of `KV_DTYPES`."""
     for name, tensor in new.items():
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
@@ -400,7 +400,8 @@ def check_new_rows(
                 f"{name} has shape {shape}; accepted: ({form}), heads like the cache's, k and v of "
                 "one shape (packed with cu_seqlens_k_new, else with a batch)"
             )
-        dtypes = (cache.dtype, dtype) if cache.dtype in KV_DTYPES else (cache.dtype,)
+        is_e4m3 = cache.dtype in KV_DTYPES
+        dtypes = (cache.dtype, *result_dtypes(dtype)) if is_e4m3 else (cache.dtype,)
         if tensor.dtype not in dtypes or tensor.device != cache.device:
             accepted = " or ".join(map(str, dtypes))
             raise TypeError(
@@ -417,6 +418,11 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
         raise ValueError(
             "rotary_cos and rotary_sin are given without k and v; accepted: with them (queries "
             "alone can be rotated before the call)"
+        )
+    if q.dtype in KV_DTYPES:
+        raise TypeError(
+            f"q is {q.dtype} with rotary_cos; accepted: None, since rows are rotated before they "
+            f"are rounded to {q.dtype}"
         )
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, torch.Tensor):

@@ -31,7 +31,13 @@ from ..kernels.mask.block_mask import (
     STEP_WORDS,
 )
 from ..kernels.mask.windows import Reach, Window
-from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES, OUT_GATE
+from ..kernels.problem_class import (
+    DESCALES,
+    ELEMENT_TYPES,
+    KV_DTYPES,
+    OUT_GATE,
+    result_dtypes,
+)
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -104,7 +110,8 @@ def check_functions(
         )
     if k.dtype in KV_DTYPES:
         raise NotImplementedError(
-            f"k and v of {k.dtype} with a score_mod; accepted: k and v of q's dtype"
+            f"k and v of {k.dtype} with a score_mod; accepted: q, k and v in "
+            f"{' or '.join(map(str, DTYPES))}"
         )
 
 
@@ -140,15 +147,14 @@ def _said(name: str) -> str:
 
 def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> None:
     """Each (batch, seqlen, heads, 256), all of one accepted dtype, or k and v of one of
-    `KV_DTYPES`, and on one device.
+    `KV_DTYPES`, which q in one of these demands, and on one device.
 
     packed: which of them are packed sequences with a batch of 1, which users pass without.
     """
     for name, tensor in tensors.items():
         require_dense(name, tensor)
-        dtypes = DTYPES if name == "q" else (*DTYPES, *KV_DTYPES)
-        if tensor.dtype not in dtypes:
-            accepted = " or ".join(map(str, dtypes))
+        if tensor.dtype not in (*DTYPES, *KV_DTYPES):
+            accepted = " or ".join(map(str, (*DTYPES, *KV_DTYPES)))
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
         if tensor.ndim != 4:
             raise ValueError(wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
@@ -158,7 +164,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
                 f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(shape)}; "
                 f"accepted: {HEAD_DIM} only"
             )
-    of_q = tensors["k"].dtype not in KV_DTYPES
+    of_q = tensors["k"].dtype not in KV_DTYPES or tensors["q"].dtype in KV_DTYPES
     alike = {name: t.dtype for name, t in tensors.items() if name != "q" or of_q}
     _check_equal("dtype", alike, TypeError)
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
@@ -232,8 +238,11 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
 def check_out_gate(gate: torch.Tensor, q: torch.Tensor) -> None:
     """One value of each element of q, or of each query and head."""
     require_dense(OUT_GATE, gate)
-    if gate.dtype != q.dtype:
-        raise TypeError(f"{OUT_GATE} has dtype {gate.dtype}; accepted: that of q, {q.dtype}")
+    dtypes = result_dtypes(q.dtype)
+    if gate.dtype not in dtypes:
+        accepted = " or ".join(map(str, dtypes))
+        of = "out" if len(dtypes) > 1 else "q"
+        raise TypeError(f"{OUT_GATE} has dtype {gate.dtype}; accepted: that of {of}, {accepted}")
     if gate.shape not in (q.shape, q.shape[:-1]):
         raise ValueError(
             f"{OUT_GATE} has shape {tuple(gate.shape)}; accepted: that of q, {tuple(q.shape)}, or "

@@ -1,4 +1,5 @@
-"""Factors of what keys and values in e4m3 hold: which there are, and how kernels read them."""
+"""Scales of what queries, keys and values in e4m3 hold: which there are, and how kernels read
+them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from typing import Any
 
 import torch
 
-from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from ..kernels.problem_class import (
+    DESCALES,
+    KV_DESCALES,
+    KV_DTYPES,
+    OF_PAGES,
+    OF_SEQUENCES,
+    Q_DESCALE,
+)
 from .checks import are_differentiated
 from .memory import require_dense
 
@@ -25,8 +33,9 @@ def refuse_gradients(*scales: Any) -> None:
     kept of calls alike does not say."""
     if are_differentiated(scales):
         raise NotImplementedError(
-            "k_descale or v_descale requires gradients, and there are none to them; accepted: "
-            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
+            f"{', '.join(DESCALES[:-1])} or {DESCALES[-1]} requires gradients, and there are none "
+            "to them; accepted: tensors that do not (tensor.detach()), or a call under "
+            "torch.no_grad()"
         )
 
 
@@ -35,9 +44,9 @@ def scales_among(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in DESCALES if given.get(name) is not None}
 
 
-def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
-    """Both or none of `DESCALES`, of float32, where k and v are e4m3, on their device. given: those
-    that are.
+def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
+    """All or none of the scales that such q, k and v have, of float32, on their device. given:
+    those that are.
 
     Raises TypeError for another dtype or layout, ValueError for all else.
     """
@@ -45,14 +54,24 @@ def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
     if not scales:
         return
     names = " and ".join(scales)
+    accepted = " or ".join(map(str, KV_DTYPES))
     if k.dtype not in KV_DTYPES:
-        accepted = " or ".join(map(str, KV_DTYPES))
         raise ValueError(
             f"{names} given with k and v of {k.dtype}; accepted: with {accepted} alone, whose "
             "values they multiply"
         )
-    if len(scales) < len(DESCALES):
-        raise ValueError(f"{names} given alone; accepted: k_descale and v_descale, or neither")
+    wanted = DESCALES if q.dtype in KV_DTYPES else KV_DESCALES
+    if Q_DESCALE in scales and Q_DESCALE not in wanted:
+        raise ValueError(
+            f"{Q_DESCALE} given with q of {q.dtype}; accepted: with {accepted} alone, whose values "
+            "it multiplies"
+        )
+    if len(scales) < len(wanted):
+        several = ", ".join(wanted[:-1])
+        raise ValueError(
+            f"{names} given alone; accepted: {several} and {wanted[-1]}, or "
+            f"{'neither' if len(wanted) == 2 else 'none of them'}"
+        )
     for name, tensor in scales.items():
         require_dense(name, tensor)
         if tensor.dtype != torch.float32:
@@ -78,16 +97,15 @@ def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tens
 
 
 def descale_of(given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool) -> str:
-    """Return the form of the scales of k and v, `OF_SEQUENCES` or `OF_PAGES`; empty where none are
-    given.
+    """Return the form of the scales, `OF_SEQUENCES` or `OF_PAGES`; empty where none are given.
 
     k: (.., .., heads_kv, 256), with pages first where `paged`. Raises ValueError for another shape,
-    and where k and v have them of different ones.
+    where k and v have them of different ones, and of pages where q has a scale, too.
     """
-    found = {
-        name: _form(name, tensor, k, sequences, paged)
-        for name, tensor in scales_among(given).items()
-    }
+    scales = scales_among(given)
+    # P then has the bits of e4m3 alone, which a scale of V that differs between keys would shift.
+    paged = paged and Q_DESCALE not in scales
+    found = {name: _form(name, tensor, k, sequences, paged) for name, tensor in scales.items()}
     if len(set(found.values())) > 1:
         forms = ", ".join(f"{name} of {form}" for name, form in found.items())
         raise ValueError(f"{forms}; accepted: both of sequences, or both of pages")

@@ -3,7 +3,7 @@ which all that comes after may rely."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,6 +25,7 @@ from ..kernels.problem_class import (
     ProblemClass,
     compiled_page,
     query_rows,
+    result_dtypes,
 )
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
@@ -150,8 +151,9 @@ class Problem:
     split, None where splits are equal or listed; first_query: of the launch in each sequence, whose
     q_shape has as many as it computes. config: that the user names, None for the default one of the
     call and the GPU. page_size: rows of a page where k and v are
-    (pages, page_size, heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
-    out_gate: as of `ProblemClass`, but set also where the combining kernel has the gate.
+    (pages, page_size, heads_kv, 256), else None. dtype, q_dtype, kv_dtype, descale, wide_tree: see
+    `ProblemClass`. out_gate: as of `ProblemClass`, but set also where the combining kernel has the
+    gate.
     """
 
     q_shape: tuple[int, ...]
@@ -169,6 +171,7 @@ class Problem:
     num_splits: int = 1
     part_keys: int | None = None
     page_size: int | None = None
+    q_dtype: torch.dtype | None = None
     kv_dtype: torch.dtype | None = None
     descale: str = ""
     wide_tree: bool = False
@@ -186,12 +189,13 @@ class Problem:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         config: Any = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
         ragged: tensors beside these that are given, by name (`operator_arguments.OTHERS`).
         max_seqlen_q: with cu_seqlens_q. max_seqlen_k: with cu_seqlens_k or page_table; None for as
-        many as k, or a row of pages, has rows. config: the forward's, None for the default one.
+        many as k, or a row of pages, has rows. config, out_dtype: None for the default ones.
 
         Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, head_dim, ratio of
         heads, device, length or option, NotImplementedError without a forward of the architecture.
@@ -202,8 +206,8 @@ class Problem:
         check_forward_tensors(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
-        kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
-        known = _usable_tiles(architecture, config, kv_dtype, ragged, options)
+        dtypes, paged = _dtypes(q, k, out_dtype), PAGE_TABLE in ragged
+        known = _usable_tiles(architecture, config, dtypes, ragged, options)
         if is_masked(ragged):
             checks.check_mask(q, k, ragged, known[0])
         descale = descales.descale_of(ragged, k, sequences, paged)
@@ -222,7 +226,7 @@ class Problem:
             max_seqlen_q=longest,
             max_seqlen_k=max_seqlen_k,
             sequences=sequences,
-            dtype=q.dtype,
+            **dtypes,
             device=q.device,
             options=options,
             sink=sink is not None,
@@ -231,10 +235,9 @@ class Problem:
             tiles=tiles,
             packed_heads=packed,
             page_size=k.shape[1] if paged else None,
-            kv_dtype=kv_dtype,
             descale=descale,
             wide_tree=is_wide(ragged.get(TREE_WORDS)),
-            out_gate=_form_of_gate(ragged.get(OUT_GATE), q),
+            out_gate=_form_of_gate(ragged.get(OUT_GATE), q, dtypes["dtype"]),
             config=config,
         )
 
@@ -263,12 +266,13 @@ class Problem:
             options.max_logits,
             Reach.of(options.window).hides_rows,
             "" if self.num_splits > 1 else self.out_gate,
+            self.q_dtype,
         )
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Return the names of `DESCALES` that k and v have: all or none."""
-        return DESCALES if self.descale else ()
+        """Return the names of `DESCALES` that the call has: all or none."""
+        return self.problem_class.descales
 
     @property
     def function_tensors(self) -> tuple[str, ...]:
@@ -333,10 +337,20 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
     return group if fits and "seqused_q" not in ragged and not is_masked(ragged) else 1
 
 
-def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor) -> str:
-    """Return what has a value of the gate, empty for none."""
+def _dtypes(q: torch.Tensor, k: torch.Tensor, out_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the fields of `ProblemClass` that are dtypes, by name."""
+    q_dtype, kv_dtype = (t.dtype if t.dtype in KV_DTYPES else None for t in (q, k))
+    dtype = out_dtype or result_dtypes(q.dtype)[0]
+    return {"dtype": dtype, "q_dtype": q_dtype, "kv_dtype": kv_dtype}
+
+
+def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return what has a value of the gate, empty for none. Raises TypeError unless it has the dtype
+    of out."""
     if gate is None:
         return ""
+    if gate.dtype != dtype:
+        raise TypeError(f"{OUT_GATE} has dtype {gate.dtype}; accepted: that of out, {dtype}")
     return GATE_OF_ELEMENTS if gate.ndim == q.ndim else GATE_OF_HEADS
 
 
@@ -376,13 +390,14 @@ def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
 def _usable_tiles(
     architecture: Architecture,
     config: Any,
-    kv_dtype: torch.dtype | None,
+    dtypes: Mapping[str, Any],
     ragged: Any,
     options: Options,
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels that such a call may take. Raises NotImplementedError if there
-    are none."""
-    known = kernels_of(architecture).forward_tiles(config, kv_dtype)
+    """Return the tiles of kernels that such a call may take. dtypes: of `_dtypes`. Raises
+    NotImplementedError if there are none."""
+    given = dtypes["kv_dtype"], dtypes["q_dtype"]
+    known = kernels_of(architecture).forward_tiles(config, *given)
     if is_masked(ragged):
         known = tiles_for_masks(known, architecture)
     return tiles_for_max_logits(known, architecture) if options.max_logits else known
@@ -412,7 +427,7 @@ def _refuse_kernel(
     kind = known[0].kind if known else "forward"
     raise NotImplementedError(
         f"{option}: the kernel {kind} of {architecture.name} {why}; accepted: the default "
-        "configuration, with k and v of the dtype that q has"
+        "configuration, with q, k and v in torch.bfloat16 or torch.float16"
     )
 
 
@@ -461,7 +476,7 @@ def operands_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as kernels read them. Of k and v one head where all of theirs are one
     expanded head, but not with scales, which each head has of its own."""
-    if tensors.k_descale is not None or tensors.v_descale is not None:
+    if any(getattr(tensors, name) is not None for name in DESCALES):
         return tensors.q, tensors.k, tensors.v
     return tensors.q, *memory.without_expanded_heads(tensors.k, tensors.v)
 
@@ -484,7 +499,7 @@ def check_forward_tensors(
     if OUT_GATE in ragged:
         checks.check_out_gate(ragged[OUT_GATE], q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
-    descales.check_given(k, ragged)
+    descales.check_given(q, k, ragged)
 
 
 def forward_use_clc(
@@ -551,14 +566,13 @@ def check_differentiable(tensors: ForwardTensors) -> None:
         tensors.page_table,
         tensors.part_list,
         tensors.tree_words,
-        tensors.k_descale,
-        tensors.v_descale,
+        *(getattr(tensors, name) for name in DESCALES),
         tensors.cache_batch_idx,
         tensors.cache_leftpad,
     )
     if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
-            "k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
+            "q, k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
             "through such calls; accepted: tensors that do not require gradients, or a call under "
             "torch.no_grad()"
         )

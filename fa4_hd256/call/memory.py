@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..kernels.limits import TMA_ALIGNMENT, TMA_STRIDE_LIMIT
+from ..kernels.problem_class import result_dtypes
 
 __all__ = [
     "ALIGNMENT",
@@ -218,8 +219,11 @@ def check_out(out: Any, q: torch.Tensor) -> None:
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     require_dense("out", out)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out has dtype {out.dtype}; accepted: {q.dtype}, like q")
+    dtypes = result_dtypes(q.dtype)
+    if out.dtype not in dtypes:
+        accepted = " or ".join(map(str, dtypes))
+        like = "" if len(dtypes) > 1 else ", like q"
+        raise TypeError(f"out has dtype {out.dtype}; accepted: {accepted}{like}")
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
     if out.device != q.device:

@@ -73,6 +73,7 @@ class ForwardTensors(NamedTuple):
     ds_begins: torch.Tensor | None = None
     cache_batch_idx: torch.Tensor | None = None
     cache_leftpad: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
@@ -239,6 +240,7 @@ class CacheTensors(NamedTuple):
     cache_batch_idx: torch.Tensor | None = None
     cache_leftpad: torch.Tensor | None = None
     tree_words: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None

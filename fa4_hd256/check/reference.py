@@ -201,15 +201,17 @@ def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> to
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return keys or values in e4m3 as float64, multiplied by their scales.
+    """Return queries, keys or values in e4m3 as float64, multiplied by their scales.
 
-    codes: (sequences or pages, rows, heads_kv, dim) float8_e4m3fn. scale: (sequences or pages,
-    heads_kv), or one value, or None for 1.
+    codes: (sequences or pages, rows, heads, dim) float8_e4m3fn. scale: (sequences or pages,
+    heads_kv), each of as many heads, or one value, or None for 1.
     """
     values = codes.cpu().float().double()
     if scale is None:
         return values
     scale = scale.cpu().double()
+    if scale.ndim == 2:
+        scale = scale.repeat_interleave(codes.shape[2] // scale.shape[1], dim=1)
     return values * (scale.reshape(()) if scale.numel() == 1 else scale[:, None, :, None])
 
 
@@ -224,10 +226,33 @@ def same_dtype_pytorch(
     return _same_dtype(q, k, v, **options)[0]
 
 
+def e4m3_pytorch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, **options: Any
+) -> torch.Tensor:
+    """Return out, in `dtype`, of PyTorch in float32 with probabilities rounded to e4m3, whose error
+    sets the tolerance of kernels with q, k and v in e4m3.
+
+    Probabilities are rounded relative to the largest of their row, as kernels have them before the
+    sum divides. q, k, v: dequantised. options: those of `AttentionOptions`.
+    """
+
+    def rounded(weights: torch.Tensor) -> torch.Tensor:
+        top = weights.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return (weights / top).to(torch.float8_e4m3fn).float() * top
+
+    out, _ = _same_dtype(q.float(), k.float(), v.float(), rounded, **options)
+    return out.to(dtype)
+
+
 def _same_dtype(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `same_dtype_pytorch`; lse in float32."""
+    """Return (out, lse) of `same_dtype_pytorch`; lse in float32. rounded: what becomes of the
+    probabilities of the keys, None for rounding to the dtype of q."""
     chosen = AttentionOptions(**options)
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     heads_first = [t.cpu().transpose(1, 2) for t in (q, k, v)]
@@ -251,7 +276,9 @@ def _same_dtype(
     scores = scores.masked_fill(~seen & ~empty[..., None], -math.inf)
     weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[..., None], 0.0)
     lse = scores.float().logsumexp(dim=3).masked_fill(empty, -math.inf)
-    out = (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2)
+    weights = weights[..., : k.shape[1]]
+    weights = weights.to(q.dtype) if rounded is None else rounded(weights)
+    out = (weights @ values).transpose(1, 2)
     return chosen.gated(out), lse
 
 
@@ -383,6 +410,18 @@ class Expected:
         q, k, v = inputs
         out, lse = attention(q, k, v, **options)
         pytorch = same_dtype_pytorch(q, k.to(q.dtype), v.to(q.dtype), **options)
+        return cls(out, lse, _largest(pytorch.double() - out))
+
+    @classmethod
+    @torch.no_grad()
+    def of_e4m3(
+        cls, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **options: Any
+    ) -> Expected:
+        """Return the reference for q, k and v that are e4m3, given dequantised, and out of a
+        dtype. options: those of `attention`."""
+        q, k, v = inputs
+        out, lse = attention(q, k, v, **options)
+        pytorch = e4m3_pytorch(q, k, v, dtype, **options)
         return cls(out, lse, _largest(pytorch.double() - out))
 
     @torch.no_grad()

@@ -219,7 +219,7 @@ FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
     "page_table": honoured("pages of any number of rows"),
     "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
     "softcap": honoured(),
-    "q_descale": honoured("with q in e4m3, which is read as bfloat16; part of k_descale"),
+    "q_descale": honoured("with q in e4m3; ignored with another, as there"),
     "k_descale": honoured(), "v_descale": honoured(),
     "num_splits": honoured("0: the operator's own rule"),
     "num_heads_q": honoured("of flash_attn_qkvpacked_func"),

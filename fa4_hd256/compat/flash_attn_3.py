@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import interface, kv_cache
-from ..kernels.problem_class import KV_DTYPES
+from ..kernels.problem_class import DESCALES, KV_DESCALES, KV_DTYPES
 from .arguments import FLASH_ATTN_3, SEQUENCES
 from .combine import combine
 from .windows import window_of
@@ -95,9 +95,7 @@ def flash_attn_func(
     original = FLASH_ATTN_3.checked("flash_attn_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
-    return interface.flash_attn_func(
-        _queries(q), k, v, return_lse=return_attn_probs, **_options(arguments)
-    )
+    return interface.flash_attn_func(q, k, v, return_lse=return_attn_probs, **_options(arguments))
 
 
 def flash_attn_varlen_func(
@@ -132,7 +130,7 @@ def flash_attn_varlen_func(
         return original(**arguments)
     lengths = {name: arguments[name] for name in SEQUENCES}
     return interface.flash_attn_varlen_func(
-        _queries(q), k, v, return_lse=return_attn_probs, **lengths, **_options(arguments)
+        q, k, v, return_lse=return_attn_probs, **lengths, **_options(arguments)
     )
 
 
@@ -189,7 +187,7 @@ def flash_attn_with_kvcache(
         return original(**arguments)
     cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
-        _queries(q),
+        q,
         k_cache,
         v_cache,
         k,
@@ -252,15 +250,15 @@ def _options(arguments: dict[str, Any]) -> dict[str, Any]:
         "softcap": arguments["softcap"],
         "num_splits": arguments.get("num_splits", 1),
     }
-    q, k_descale = arguments["q"], arguments["k_descale"]
-    if q.dtype in KV_DTYPES and arguments["q_descale"] is not None:
-        # Scores are products of both, so one scale for each sequence and KV head is enough.
-        q_descale = arguments["q_descale"]
-        k_descale = q_descale if k_descale is None else q_descale * k_descale
-    scales = {"k_descale": k_descale, "v_descale": arguments["v_descale"]}
-    return options | {name: scale for name, scale in scales.items() if scale is not None}
+    if arguments["q"].dtype in KV_DTYPES:
+        return options | _scales(arguments, DESCALES)
+    return options | _scales(arguments, KV_DESCALES)
 
 
-def _queries(q: torch.Tensor) -> torch.Tensor:
-    """Return q, in bfloat16 if it is e4m3; the result is bfloat16, too."""
-    return q.to(torch.bfloat16) if q.dtype in KV_DTYPES else q
+def _scales(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Return the scales of these names, 1 for one that is not given beside others."""
+    given = {name: arguments[name] for name in names if arguments[name] is not None}
+    if not given:
+        return {}
+    device = arguments["q"].device
+    return {name: given[name] if name in given else torch.ones((), device=device) for name in names}

@@ -141,29 +141,33 @@ class KernelSet:
         return self._class("proof.plans:plans_of", "proof")(config)
 
     def forward_tiles(
-        self, config: Any = None, kv_dtype: torch.dtype | None = None
+        self,
+        config: Any = None,
+        kv_dtype: torch.dtype | None = None,
+        q_dtype: torch.dtype | None = None,
     ) -> tuple[ForwardTiles, ...]:
-        """Return the tiles of a configuration, or without one of `forwards`, for K and V of such a
-        dtype, None for that of Q.
+        """Return the tiles of a configuration, or without one of `forwards`, for Q, K and V of such
+        dtypes; q_dtype: None for that of out. kv_dtype: None for that of Q.
 
-        Raises NotImplementedError where there is none, ValueError for a configuration of another.
+        Raises NotImplementedError where there is none, ValueError for a configuration of others.
         """
         if config is not None:
-            if config.tiles.kv_dtype != kv_dtype:
-                own = "that of q" if config.tiles.kv_dtype is None else config.tiles.kv_dtype
-                given = "that of q" if kv_dtype is None else kv_dtype
+            own = config.tiles.q_dtype, config.tiles.kv_dtype
+            if own != (q_dtype, kv_dtype):
                 raise ValueError(
-                    f"config is for k and v of the dtype {own}, which have {given}; accepted: "
-                    "None, or a configuration made for it"
+                    f"config is for {_dtypes(*own)}, and the call has "
+                    f"{_dtypes(q_dtype, kv_dtype)}; accepted: None, or a configuration made for it"
                 )
             return (config.tiles,)
         if not self.forwards:
             raise self._missing("forward")
-        tiles = tuple(tiles for tiles in self.forwards if tiles.kv_dtype == kv_dtype)
+        tiles = tuple(t for t in self.forwards if (t.q_dtype, t.kv_dtype) == (q_dtype, kv_dtype))
         if not tiles:
+            accepted = "q, k and v" if q_dtype is None else "q"
             raise NotImplementedError(
-                f"k and v are {kv_dtype}, which {self.architecture.name}, "
-                f"{self.architecture.describe()}, has no kernel for; accepted there: the dtype of q"
+                f"{_dtypes(q_dtype, kv_dtype)}, which {self.architecture.name}, "
+                f"{self.architecture.describe()}, has no kernel for: not yet offered there; "
+                f"accepted: {accepted} in torch.bfloat16 or torch.float16"
             )
         return tiles
 
@@ -188,6 +192,13 @@ class KernelSet:
             f"{self.architecture.name}, {self.architecture.describe()}, has no {what} yet; what "
             f"others have: {others}. CPU tensors take the architecture that FA4_HD256_ARCH names"
         )
+
+
+def _dtypes(q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None) -> str:
+    """Return dtypes of q, k and v in words. The arguments are those of `forward_tiles`."""
+    if q_dtype is not None:
+        return f"q, k and v of the dtype {q_dtype}"
+    return f"k and v of the dtype {kv_dtype or 'that of q'}"
 
 
 @functools.cache

@@ -19,18 +19,22 @@ from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 __all__ = [
     "ANY_PAGE",
     "DESCALES",
+    "E4M3",
     "ELEMENT_TYPES",
     "GATE_OF_ELEMENTS",
     "GATE_OF_HEADS",
+    "KV_DESCALES",
     "KV_DTYPES",
     "OF_PAGES",
     "OF_SEQUENCES",
     "OUT_GATE",
+    "Q_DESCALE",
     "CallScalars",
     "GradientClass",
     "ProblemClass",
     "compiled_page",
     "query_rows",
+    "result_dtypes",
 ]
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
@@ -39,12 +43,22 @@ ELEMENT_TYPES: dict[torch.dtype, Any] = {
     torch.float16: cutlass.Float16,
 }
 
-#: Dtypes of k and v beside that of q.
-KV_DTYPES = (torch.float8_e4m3fn,)
+#: Dtypes of k and v beside those above, and then of q, too.
+E4M3 = torch.float8_e4m3fn
+KV_DTYPES = (E4M3,)
 
-#: Scales of k and v, float32, in the order in which kernels get them; and whose each is: a
-#: sequence's and KV head's, or all that they have alike, or a page's and KV head's.
-DESCALES = ("k_descale", "v_descale")
+
+def result_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that out may have, the default one first."""
+    return tuple(ELEMENT_TYPES) if q_dtype in KV_DTYPES else (q_dtype,)
+
+
+#: Scales of q, k and v, float32, in the order in which kernels get them, that of q where it is in
+#: e4m3; and whose each is: a sequence's and KV head's, or all that they have alike, or, of k and v,
+#: a page's and KV head's.
+Q_DESCALE = "q_descale"
+KV_DESCALES = ("k_descale", "v_descale")
+DESCALES = (Q_DESCALE, *KV_DESCALES)
 OF_SEQUENCES, OF_PAGES = "sequences", "pages"
 
 #: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
@@ -73,7 +87,8 @@ class ProblemClass:
     """Facts of a call that are compiled into the forward kernel, and into those that make
     gradients.
 
-    dtype: of q, and unless kv_dtype says otherwise of k and v. bounded_left, bounded_right: sides
+    dtype: of out, unless q_dtype says otherwise of q, and unless kv_dtype does of k and v.
+    bounded_left, bounded_right: sides
     on which the mask bounds the visible keys; causal bounds the right one. negative_scale: the
     softmax scale is; the tensor core then negates Q K^T, and the scale passed in is its absolute
     value. softcap: scores pass through softcap * tanh(. / softcap). sink: each head has one.
@@ -83,12 +98,13 @@ class ProblemClass:
     so many keys; a sequence fills as many as it can, instead of so many equal splits. page_size:
     rows of a page of keys and values, `ANY_PAGE` where rows are gathered; None where they lie in no
     pages. kv_dtype: of `KV_DTYPES`;
-    None for that of q. descale: whose scales k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty for
-    none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of
-    listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits:
-    the forward writes the greatest score of each query (`online`, `largest`). hides_rows: a
-    negative bound hides rows at the end of each sequence (`windows`). out_gate: what has a value of
-    the gate of the result, empty for none, and with split keys, whose combining kernel has it.
+    None for that of q. descale: whose scales q in e4m3, k and v have, `OF_SEQUENCES` or `OF_PAGES`;
+    empty for none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is
+    seen of listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32.
+    max_logits: the forward writes the greatest score of each query (`online`, `largest`).
+    hides_rows: a negative bound hides rows at the end of each sequence (`windows`). out_gate: what
+    has a value of the gate of the result, empty for none, and with split keys, whose combining
+    kernel has it. q_dtype: of `KV_DTYPES`, which k and v have then, too; None for `dtype`.
     """
 
     dtype: torch.dtype
@@ -111,10 +127,18 @@ class ProblemClass:
     max_logits: bool = False
     hides_rows: bool = False
     out_gate: str = ""
+    q_dtype: torch.dtype | None = None
 
     @property
     def element_type(self) -> Any:
         return ELEMENT_TYPES[self.dtype]
+
+    @property
+    def descales(self) -> tuple[str, ...]:
+        """Return the names of the scales that the kernel gets, in order."""
+        if not self.descale:
+            return ()
+        return KV_DESCALES if self.q_dtype is None else DESCALES
 
     @property
     def mask(self) -> MaskKind:

@@ -24,6 +24,7 @@ from ..call.operator_arguments import (
     forward_arguments,
     schema_of,
 )
+from ..kernels.problem_class import result_dtypes
 from ..package_name import NAMESPACE
 from ..private_torch import DispatchKey, excluding
 from ..run.append import plan_cache
@@ -62,7 +63,8 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     check_operator(tensors, values)
     q = tensors.q
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    dtype = result_dtypes(q.dtype)[0]
+    return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format), lse
 
 
 forward.register_autograd(gradients, setup_context=save_for_backward)

@@ -13,7 +13,7 @@ from ..call.cache_checks import check_contents
 from ..call.memory import View
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
-from ..kernels.problem_class import DESCALES, KV_DTYPES
+from ..kernels.problem_class import KV_DESCALES, KV_DTYPES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryClass, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec
@@ -35,7 +35,7 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     # before the call: only their shape counts. The launch takes those that `add_append` computes.
     after = check_contents(call, ordered)
     attention = call.attention(after).with_batches()
-    problem, num_splits = described(attention, values.attention())
+    problem, num_splits = described(attention, values.attention(), out=call.out)
     builder = PlanBuilder.for_tensors(problem.device, CacheTensors._fields, tensors)
     views = dict(builder.inputs)
     rows = dict(views)
@@ -90,7 +90,7 @@ def add_append(
         after=after,
         offsets=views.get("cu_seqlens_k_new"),
         page_table=builder.table(views["page_table"]) if own.paged else None,
-        scales=tuple(builder.scale(views[name], own.descale) for name in DESCALES)
+        scales=tuple(builder.scale(views[name], own.descale) for name in KV_DESCALES)
         if own.descale
         else None,
         rotary=_rotary_tables(builder, views, own, lengths, rotated),

@@ -16,7 +16,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import DESCALES
+from ..kernels.problem_class import KV_DESCALES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 
@@ -33,7 +33,7 @@ def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
         after=after,
         offsets=offsets if own.packed else None,
         page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
-        scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in DESCALES)
+        scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in KV_DESCALES)
         if own.descale
         else None,
         rotary=_rotary_types(own),

@@ -11,13 +11,15 @@ NOTE [arguments of the forward].  One list, in two forms:
 
     q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
-                  in e4m3 (.., 128) of q's type, two elements in each
-    results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log; with max_logits
+                  q, k, v in e4m3: (.., 128) of out's type, two elements in each
+    results       out (batch, seqlen_q, heads_q, 256); lse (batch, heads_q, seqlen_q) float32,
+    natural log; with max_logits
                   the row maxima, like lse
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
-                  masks (`kernels.rows.sequences.SequenceTensors`), then k_descale and v_descale
-                  (entries, heads_kv) float32, then out_gate, like q or (batch, seqlen_q, heads_q),
+                  masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
+                  `ProblemClass.descales` names, (entries, heads_kv) float32, then out_gate, like
+                  out or (batch, seqlen_q, heads_q),
                   then what functions of the call read; None if that is nothing
     scalars       `kernels.problem_class.CallScalars`
     stream        CUDA stream, 0 in the simulator
@@ -51,7 +53,6 @@ from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import (
-    DESCALES,
     GATE_OF_HEADS,
     OUT_GATE,
     CallScalars,
@@ -325,8 +326,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
         results = (*results, results[1])
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
-    if problem_class.descale:
-        optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
+    optional += [tensor_type(cutlass.Float32, 2, 4) for _ in problem_class.descales]
     optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)

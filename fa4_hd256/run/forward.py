@@ -55,11 +55,14 @@ ROW_MAXIMA = "row_maxima"
 
 
 def described(
-    tensors: ForwardTensors, values: ForwardValues, max_logits: bool = False
+    tensors: ForwardTensors,
+    values: ForwardValues,
+    max_logits: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[Problem, int]:
-    """Return (problem, num_splits as of `divide_forward`) of a forward. tensors: with batches.
-    Raises TypeError or ValueError for what is not accepted, NotImplementedError for what the
-    architecture does not offer."""
+    """Return (problem, num_splits as of `divide_forward`) of a forward. tensors: with batches. out:
+    where the first result is written, None for a new tensor. Raises TypeError or ValueError for
+    what is not accepted, NotImplementedError for what the architecture does not offer."""
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     options = replace(Options.of_operator(values, functions), max_logits=max_logits)
@@ -69,8 +72,9 @@ def described(
         config = named_configs.decode(values.config, *kinds)
     longest = values.max_seqlen_q, values.max_seqlen_k
     problem = Problem.describe(
-        operands_of(tensors), options, tensors.sink, ragged, *longest, config
-    )
+        operands_of(tensors), options, tensors.sink, ragged, *longest, config,
+        None if out is None else out.dtype,
+    )  # fmt: skip
     num_splits = values.num_splits
     if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
         # No bound on the keys of a tile is known, from which their splits follow.
@@ -94,7 +98,7 @@ def plan_call(
     *inputs, out = tensors
     given = ForwardTensors(*inputs)
     batched = given if has_batch else given.with_batches()
-    problem, num_splits = described(batched, values, max_logits)
+    problem, num_splits = described(batched, values, max_logits, out)
     builder = PlanBuilder.for_tensors(problem.device, (*ForwardTensors._fields, "out"), tensors)
     views = operand_views(batched)
     if out is not None:
@@ -162,9 +166,9 @@ def add_launches(
         none = builder.allocate("no_keys", empty, operands["k"].dtype, whole(empty, 0.0))
         operands["k"] = operands["v"] = none
     rows_k = operands["k"].shape[1]
-    if last.kv_dtype is not None:
-        # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
-        operands |= {name: operands[name].view(last.dtype) for name in "kv"}
+    # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
+    of_bytes = (last.q_dtype is not None) * "q" + (last.kv_dtype is not None) * "kv"
+    operands |= {name: operands[name].view(last.dtype) for name in of_bytes}
     tables = _tables(builder, last, views)
     optional = (_sink(builder, views["sink"]),) if last.sink else ()
     is_combined = last.out_gate and last.num_splits > 1

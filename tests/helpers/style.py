@@ -24,9 +24,10 @@ MAX_PARAMETERS = 8
 # Limits raised on purpose, each with its reason: (file, function) -> parameters.
 MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
-    ("fa4_hd256/interface.py", "flash_attn_func"): 24,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 33,
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 35,
+    ("fa4_hd256/interface.py", "flash_attn_func"): 25,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 34,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 36,
+    ("fa4_hd256/metadata.py", "get_scheduler_metadata"): 9,
     # The fields of a record, by name.
     ("fa4_hd256/plans.py", "call_fields"): 14,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
@@ -46,8 +47,8 @@ COMPATIBLE = ("fa4_hd256/compat/flash_attn_2.py", "fa4_hd256/compat/flash_attn_3
 MORE_LINES = {
     # Signatures of the field: one line per parameter, and its meaning.
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 134,
-    ("fa4_hd256/interface.py", "flash_attn_func"): 112,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 124,
+    ("fa4_hd256/interface.py", "flash_attn_func"): 115,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 126,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 68,
 }
 

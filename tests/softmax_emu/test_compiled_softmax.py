@@ -63,7 +63,7 @@ def test_dynamic_loops_carry_the_state():
 @pytest.mark.parametrize(
     ("dtype", "threshold", "message"),
     [
-        (cutlass.Float32, 8.0, "P must be BFloat16 or Float16"),
+        (cutlass.Float32, 8.0, "P must be BFloat16, Float16 or Float8"),
         (cutlass.Float16, 16.0, "rescale_threshold is 16.0"),
         (cutlass.BFloat16, -1.0, "rescale_threshold is -1.0"),
     ],

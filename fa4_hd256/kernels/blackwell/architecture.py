@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from ...architectures import named
@@ -18,7 +19,7 @@ from ..kernel_set import (
 from ..rows.sequences import PADDING
 from . import tuning
 from .decode.config import DECODE, DECODE_E4M3
-from .forward.config import TILES, ForwardConfig
+from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
 from .pair_plan import BLOCK_KV, CTAS
 
 __all__ = ["RECOMPUTED", "KERNELS", "STORED"]
@@ -39,19 +40,23 @@ def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: boo
     Others take the exp2 mix of the tuning table; gpu: "B200" or "B300".
     """
     few = _OF_FEW_ROWS.get(tiles)
-    return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu)) if few is None else few
+    if few is not None:
+        return few
+    is_e4m3 = tiles == E4M3_TILES
+    return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu, is_e4m3=is_e4m3), is_e4m3)
 
 
 @functools.lru_cache(maxsize=64)
-def _with_pattern(pattern: Ex2Pattern) -> ForwardConfig:
+def _with_pattern(pattern: Ex2Pattern, is_e4m3: bool) -> ForwardConfig:
     """Every call needs one, and the plans take longer to derive than a small call to launch."""
-    return ForwardConfig(ex2_pattern=pattern)
+    return replace(E4M3_CONFIG if is_e4m3 else ForwardConfig(), ex2_pattern=pattern)
 
 
 KERNELS = KernelSet(
     named("sm_100a"),
     {
         "forward": "forward.kernel:ForwardKernel",
+        "forward_e4m3": "forward.e4m3:ForwardE4m3Kernel",
         "forward_decode": "decode.kernel:DecodeKernel",
         "forward_decode_e4m3": "decode.e4m3:DecodeE4m3Kernel",
         "backward_dv": "backward.dv:DvKernel",
@@ -68,6 +73,7 @@ KERNELS = KernelSet(
         *(config.tiles for config in DECODE),
         TILES,
         *(config.tiles for config in DECODE_E4M3),
+        E4M3_TILES,
     ),
     backward=BackwardSet(
         stored=(

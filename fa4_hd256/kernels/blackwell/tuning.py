@@ -25,6 +25,7 @@ SEQLEN_CLASSES: dict[str, int | None] = {"short": 2048, "medium": 16384, "long":
 @dataclass(frozen=True)
 class TunedPattern:
     """One choice. gpu: "B200", "B300". causal: whether the mask bounds the keys on the right.
+    is_e4m3: of the kernel for q, k and v in e4m3.
 
     seqlen_class: of `SEQLEN_CLASSES`. basis: "measured" or "modelled"; machine: on what.
     """
@@ -35,6 +36,7 @@ class TunedPattern:
     pattern: Ex2Pattern
     basis: str
     machine: str
+    is_e4m3: bool = False
 
     def __post_init__(self) -> None:
         if self.seqlen_class not in SEQLEN_CLASSES:
@@ -43,8 +45,8 @@ class TunedPattern:
             )
 
     @property
-    def key(self) -> tuple[str, bool, str]:
-        return self.gpu, self.causal, self.seqlen_class
+    def key(self) -> tuple[str, bool, str, bool]:
+        return self.gpu, self.causal, self.seqlen_class, self.is_e4m3
 
 
 def seqlen_class(seqlen_k: int) -> str:
@@ -53,7 +55,7 @@ def seqlen_class(seqlen_k: int) -> str:
 
 
 @functools.cache
-def read(path: Path = TABLE) -> dict[tuple[str, bool, str], TunedPattern]:
+def read(path: Path = TABLE) -> dict[tuple[str, bool, str, bool], TunedPattern]:
     """The entries of a table by key.
 
     Raises ValueError for a file that is no such table, or one with two entries for a key.
@@ -65,7 +67,7 @@ def read(path: Path = TABLE) -> dict[tuple[str, bool, str], TunedPattern]:
         raise ValueError(f"{path.name} is not a tuning table: {error}") from error
     by_key = {entry.key: entry for entry in entries}
     if len(by_key) < len(entries):
-        raise ValueError(f"{path.name} has two entries for one mask, length and GPU")
+        raise ValueError(f"{path.name} has two entries for one mask, length, GPU and dtype")
     return by_key
 
 
@@ -79,7 +81,9 @@ def write(entries: list[TunedPattern], path: Path = TABLE) -> None:
     read.cache_clear()
 
 
-def pattern_for(causal: bool, seqlen_k: int, gpu: str, path: Path = TABLE) -> Ex2Pattern:
+def pattern_for(
+    causal: bool, seqlen_k: int, gpu: str, path: Path = TABLE, is_e4m3: bool = False
+) -> Ex2Pattern:
     """The tuned mix; hardware only where the table has no entry."""
-    entry = read(path).get((gpu, causal, seqlen_class(seqlen_k)))
+    entry = read(path).get((gpu, causal, seqlen_class(seqlen_k), is_e4m3))
     return HARDWARE_ONLY if entry is None else entry.pattern

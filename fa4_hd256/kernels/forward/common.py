@@ -29,7 +29,7 @@ from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
 from ..plan.edges import RingState
-from ..problem_class import DESCALES, CallScalars, query_rows
+from ..problem_class import CallScalars, query_rows
 from ..rows.gathered import (
     GatheredKeys,
     GatheredTile,
@@ -60,11 +60,11 @@ class ForwardCommon:
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
     tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
     optional)`, TMA descriptors and the plain tensors of (q, k, v, out) by (seqlen, 256, heads,
-    batch); and `kernel(tensors, sizes, scalars, order)`.  kv_bytes: of an element of K or V;
-    single bytes come in twos, as elements of the type of Q.
+    batch); and `kernel(tensors, sizes, scalars, order)`.  q_bytes, kv_bytes: of an element of Q,
+    and of K or V; single bytes come in twos, as elements of the type of out.
     """
 
-    kv_bytes = ELEMENT_BYTES
+    q_bytes = kv_bytes = ELEMENT_BYTES
     #: Whether TMA gathers rows, or warps that copy.
     gathers_by_tma = False
 
@@ -99,21 +99,22 @@ class ForwardCommon:
         scalars: CallScalars,
         stream: Any,
     ):
-        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
-        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
-        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
-        keys out is float32, and of each batch entry of q the results have one for each part.  With
-        `max_logits` the row maxima, like lse, are the third result.
+        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), each
+        with 128 elements of single bytes in twos;
+        results: out (batch, seqlen_q, heads, 256), and lse (batch, heads, seqlen_q) float32; packed
+        sequences have a batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).
+        With split keys out is float32, and of each batch entry of q the results have one for each
+        part.  With `max_logits` the row maxima, like lse, are the third result.
 
         optional: a tuple of what the problem class requests, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
-        v, (entries, heads_kv) float32, then the gate of the result, then what functions of the call
-        read.
+        (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales that
+        `ProblemClass.descales` names, (entries, heads_kv) float32, then the gate of the result,
+        then what functions of the call read.
         """
         out, lse = results[:2]
-        columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
-        keys = (by_sequence(t, columns=columns) for t in (k, v))
-        operands = by_sequence(q), *keys, by_sequence(out)
+        of_q, of_kv = (HEAD_DIM * size // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes))
+        keys = (by_sequence(t, columns=of_kv) for t in (k, v))
+        operands = by_sequence(q, columns=of_q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)
         tensors = self.kernel_tensors(operands, lse, optional)
         if cutlass.const_expr(self.problem_class.max_logits):
@@ -135,12 +136,12 @@ class ForwardCommon:
         sink, ragged = (requested[0], requested[1:]) if problem.sink else (None, requested)
         return sink, ragged[: len(problem.ragged)]
 
-    def descales(self, optional: Any) -> tuple[Any, Any]:
-        """The scales of k and of v, None where the problem class has none."""
-        if not self.problem_class.descale:
-            return None, None
+    def descales(self, optional: Any) -> dict[str, Any]:
+        """The scales that the problem class has, by name."""
+        names = self.problem_class.descales
         first = self.problem_class.sink + len(self.problem_class.ragged)
-        return tuple(optional)[first : first + len(DESCALES)]
+        given = tuple(optional or ())[first : first + len(names)]
+        return dict(zip(names, given, strict=True))
 
     def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
         return self.sink_and_ragged(tensors.optional)[1]
@@ -151,7 +152,7 @@ class ForwardCommon:
         """Return fields of the kernel's context beside those of every kernel."""
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
-        scales = dict(zip(DESCALES, self.descales(tensors.optional), strict=True))
+        scales = self.descales(tensors.optional)
         form = self.problem_class.out_gate
         gate = by_rows(form, self._out_gate(tensors.optional)) if form else None
         gates = {"out_gate": gate, "gate_form": form}
@@ -160,8 +161,8 @@ class ForwardCommon:
     def _out_gate(self, optional: Any) -> cute.Tensor:
         """The gate of the result, where the problem class has one."""
         problem = self.problem_class
-        scales = len(DESCALES) if problem.descale else 0
-        gate: cute.Tensor = tuple(optional)[problem.sink + len(problem.ragged) + scales]
+        before = problem.sink + len(problem.ragged) + len(problem.descales)
+        gate: cute.Tensor = tuple(optional)[before]
         return gate
 
     def tile_problem(

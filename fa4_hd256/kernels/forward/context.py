@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from ...schedulers.protocol import WorkTile
 from ..context import KernelContext
+from ..e4m3_codes import scale_of
 from ..mask.masking import KvSplit
 from ..operands import TmaTensor
 from ..rows.output_gate import row_of_gate
@@ -53,8 +54,9 @@ class ForwardContext(KernelContext):
     #: entry, one after the other.  With scheduler metadata these are its batch entries and the
     #: results', and num_splits is the number of all.
     num_splits: Int32 | None = None
-    #: Scales of K and V in e4m3, None where the call has none: (entries, heads_kv) float32, of
+    #: Scales of Q, K and V in e4m3, None where the call has none: (entries, heads_kv) float32, of
     #: sequences, or of pages where the problem class says so; a side of size 1 has one for all.
+    q_descale: cute.Tensor | None = None
     k_descale: cute.Tensor | None = None
     v_descale: cute.Tensor | None = None
     #: Gate of the result as `output_gate.by_rows` has it, None without one; gate_form: what has a
@@ -85,6 +87,19 @@ class ForwardContext(KernelContext):
         if cutlass.const_expr(keys is None):
             return KvSplit(number, self.num_splits)
         return KvSplit(number, None, keys, number + 1 == self.num_splits)
+
+    def score_descale(self, work: WorkTile) -> Float32 | None:
+        """Return the scale of a tile's scores, that of Q times that of K; None without scales."""
+        if self.q_descale is None:
+            return None
+        entry, head = self.batch(work), work.head // self.heads_per_kv
+        return scale_of(self.q_descale, entry, head) * scale_of(self.k_descale, entry, head)
+
+    def value_descale(self, work: WorkTile) -> Float32 | None:
+        """Return the scale of a tile's V; None without scales."""
+        if self.q_descale is None:
+            return None
+        return scale_of(self.v_descale, self.batch(work), work.head // self.heads_per_kv)
 
     def query(self, work: WorkTile) -> Sequence:
         return self.sequences.query(self.batch(work))

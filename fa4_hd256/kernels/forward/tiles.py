@@ -27,7 +27,8 @@ class ForwardTiles:
     query with rows of padding up to a power of two.  takes_lists: a block mask may name its steps.
     launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
     one (`call.division`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
-    `problem_class.KV_DTYPES`; None for that of Q.
+    `problem_class.KV_DTYPES`; None for that of Q.  q_dtype: of Q, of these, too; None for that of
+    out.
     """
 
     cta_rows: int
@@ -45,6 +46,7 @@ class ForwardTiles:
     launch_steps: float | None = None
     kind: str = "forward"
     kv_dtype: torch.dtype | None = None
+    q_dtype: torch.dtype | None = None
 
 
 def check_decode(rows: int, q_stages: int) -> None:

@@ -44,6 +44,7 @@ from ...kernels.problem_class import (
     OF_PAGES,
     OF_SEQUENCES,
     OUT_GATE,
+    result_dtypes,
 )
 from ...kernels.rows.sequences import (
     CACHE_BATCH_IDX,
@@ -63,6 +64,9 @@ from ..forward import add_combine, add_launches
 from ..plan import PlanBuilder
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
+
+#: (dtype, q_dtype, kv_dtype) of `ProblemClass`.
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 #: How sequences are given: name -> the ragged tensors of such calls.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -127,17 +131,19 @@ class Needs:
     forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
     _k: transformers' static cache and padding); "cache" (seqused_k, as of flash_attn_with_kvcache);
     "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a page_table);
-    "block-mask" (dense ones with a block_mask, no mask_mod). dtypes: of q. use_clc: the requested
+    "block-mask" (dense ones with a block_mask, no mask_mod). dtypes: of q, where
+    torch.float8_e4m3fn has k and v in it, too, and out in bfloat16, with every form of scales.
+    use_clc: the requested
     tile scheduler, None for both. batch_invariant: whether it is requested, too. page_sizes: of the
     paged forms. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of
-    scales. scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
-    tree_mask: whether calls of up to 64 queries are. alibi: whether calls, with k and v of q's
-    dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
-    rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
-    q's dtype. cache_batch_idx, cache_leftpad: whether calls of flash_attn_with_kvcache with
-    cache_seqlens give these, too, each by itself and both; a call without cache_seqlens takes the
-    same kernels if it is given that of all rows, k_cache.shape[1]. out_gate: whether calls are
-    given one shaped like q, too.
+    scales; of q in bfloat16 or float16. scheduler_metadata: whether calls with seqused_k, but no
+    seqused_q, are given one, too. tree_mask: whether calls of up to 64 queries are. alibi: whether
+    calls, with k and v of q's dtype, have that as their score_mod, too. rotary: whether calls of
+    flash_attn_with_kvcache give rotary_cos and rotary_sin, too. max_logits: calls with
+    return_max_logits=True, too; k and v have q's dtype. cache_batch_idx, cache_leftpad: whether
+    calls of flash_attn_with_kvcache with cache_seqlens give these, too, each by itself and both; a
+    call without cache_seqlens takes the same kernels if it is given that of all rows,
+    k_cache.shape[1]. out_gate: whether calls are given one shaped like q, too.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -172,7 +178,7 @@ class Needs:
         for what, given, known in (
             ("use", self.uses, USES),
             ("form", self.forms, FORMS),
-            ("dtype", self.dtypes, DTYPES),
+            ("dtype", self.dtypes, (*DTYPES, *KV_DTYPES)),
             ("kv_dtype", self.kv_dtypes, (None, *KV_DTYPES)),
         ):
             accepted = tuple(known)  # where what has no hash can be looked for, too
@@ -226,6 +232,23 @@ class Needs:
                     f"{name} with kv_dtypes {self.kv_dtypes}; accepted: None, the dtype of q, "
                     "among them"
                 )
+        if not self.half_dtypes and (TRAINING in self.uses or self.alibi or self.max_logits):
+            raise ValueError(
+                f"{TRAINING}, alibi or max_logits with dtypes {self.dtypes}; accepted: one of "
+                f"{', '.join(map(str, DTYPES))} among them"
+            )
+
+    @property
+    def half_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of q of 16 bits."""
+        return tuple(dtype for dtype in self.dtypes if dtype in DTYPES)
+
+    @property
+    def dtype_triples(self) -> tuple[Dtypes, ...]:
+        """Return (dtype, q_dtype, kv_dtype) of `ProblemClass` of all calls."""
+        found = [(dtype, None, of_kv) for dtype in self.half_dtypes for of_kv in self.kv_dtypes]
+        e4m3 = [(result_dtypes(one)[0], one, one) for one in self.dtypes if one in KV_DTYPES]
+        return *found, *e4m3
 
     @property
     def schedulers(self) -> tuple[bool, ...]:
@@ -261,7 +284,8 @@ def specs_of(
         for call in _divided(problem, where, needs):
             specs |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
     forms = ("", GATE_OF_ELEMENTS) if needs.out_gate else ("",)
-    for dtype, form in itertools.product(needs.dtypes, forms):
+    of_out = dict.fromkeys(dtype for dtype, *_ in needs.dtype_triples)
+    for dtype, form in itertools.product(of_out, forms):
         specs |= dict.fromkeys(_combines(dtype, architecture, form))
     specs |= dict.fromkeys(
         append_spec(append_class, architecture) for append_class in _appends(model, needs)
@@ -290,7 +314,7 @@ def _forward_problems(
     if TRAINING in needs.uses and None not in needs.kv_dtypes:
         yield from _changed(_trained(model, needs, architecture), needs)
     if needs.max_logits:
-        problems = _problems(model, needs, architecture, longest, (None,), max_logits=True)
+        problems = _problems(model, needs, architecture, longest, True, max_logits=True)
         yield from _changed(problems, needs)
     if needs.tree_mask:
         for dtype, nodes in WORD_NODES.items():
@@ -323,7 +347,7 @@ def _with(ragged: Sequence[str], *more: str) -> tuple[str, ...]:
 
 def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) -> Iterator[Problem]:
     """One of each kind of forward that has gradients: without pages, k and v of q's dtype."""
-    for problem in _problems(model, needs, architecture, _LONGEST, (None,)):
+    for problem in _problems(model, needs, architecture, _LONGEST, True):
         if problem.page_size is None:
             yield problem
 
@@ -345,32 +369,32 @@ def _problems(
     needs: Needs,
     architecture: Architecture,
     longest: int,
-    kv_dtypes: Sequence[torch.dtype | None] | None = None,
+    only_half: bool = False,
     max_logits: bool = False,
 ) -> Iterator[Problem]:
-    """One of each kind of forward. longest: queries of a sequence at most. kv_dtypes: None for
-    those of `needs`. max_logits: as of `Options`."""
-    kv_dtypes = needs.kv_dtypes if kv_dtypes is None else kv_dtypes
+    """One of each kind of forward. longest: queries of a sequence at most. only_half: q, k and v
+    of 16 bits. max_logits: as of `Options`."""
+    triples = needs.dtype_triples
+    if only_half:
+        triples = tuple((dtype, None, None) for dtype in needs.half_dtypes)
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
-    for form, kv_dtype in itertools.product(needs.forms, kv_dtypes):
-        ragged, known = FORMS[form], kernels.forward_tiles(kv_dtype=kv_dtype)
+    for form, (dtype, q_dtype, kv_dtype) in itertools.product(needs.forms, triples):
+        ragged, known = FORMS[form], kernels.forward_tiles(None, kv_dtype, q_dtype)
         masks = model.masks
         if is_masked(ragged):
-            if kv_dtype is not None:
+            if not any(tiles.takes_lists for tiles in known):
                 continue  # no such call is accepted
             known, masks = tiles_for_masks(known, architecture), (FULL,)
         if max_logits:
             known = tiles_for_max_logits(known, architecture)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
-        descales = _descales(kv_dtype, PAGE_TABLE in ragged)
+        descales = _descales(kv_dtype, PAGE_TABLE in ragged and q_dtype is None)
         tilings: dict[Any, int] = {}
         for length in queries:
             tilings.setdefault(choose_tiles(known, group, length, ragged), length)
-        choices = itertools.product(
-            tilings.items(), needs.dtypes, masks, needs.schedulers, pages, descales
-        )
-        for ((tiles, packed), length), dtype, mask, use_clc, page_size, descale in choices:
+        choices = itertools.product(tilings.items(), masks, needs.schedulers, pages, descales)
+        for ((tiles, packed), length), mask, use_clc, page_size, descale in choices:
             yield Problem(
                 q_shape=(1, length, model.heads_q, HEAD_DIM),
                 max_seqlen_q=length,
@@ -385,6 +409,7 @@ def _problems(
                 tiles=tiles,
                 packed_heads=packed,
                 page_size=page_size,
+                q_dtype=q_dtype,
                 kv_dtype=kv_dtype,
                 descale=descale,
             )
@@ -439,7 +464,7 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
     """Views of the tensors of a described call, by name."""
     of_keys = problem.kv_dtype or problem.dtype
     views = {
-        "q": View.contiguous("q", problem.q_shape, problem.dtype),
+        "q": View.contiguous("q", problem.q_shape, problem.q_dtype or problem.dtype),
         "k": View.contiguous("k", k_shape, of_keys),
         "v": View.contiguous("v", k_shape, of_keys),
         "sink": View.contiguous("sink", problem.q_shape[2:3], torch.float32),
@@ -493,11 +518,11 @@ def _combines(
 def _appends(model: AttentionModel, needs: Needs) -> Iterator[AppendClass]:
     """Yield the classes of new rows that calls with lengths of the keys may have."""
     forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
-    choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
-    for ragged, dtype, kv_dtype, packed in choices:
+    choices = itertools.product(forms, needs.dtype_triples, (False, True))
+    for ragged, (dtype, q_dtype, kv_dtype), packed in choices:
         paged = PAGE_TABLE in ragged
         classes = [AppendClass(kv_dtype or dtype, packed, paged)]
-        for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
+        for descale in () if kv_dtype is None else _descales(kv_dtype, paged and q_dtype is None):
             classes.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
         if needs.cache_batch_idx and not paged:
             # An entry of the cache is a page of all its rows.
@@ -505,7 +530,7 @@ def _appends(model: AttentionModel, needs: Needs) -> Iterator[AppendClass]:
         for append_class in classes:
             yield append_class
             # Rows that are in e4m3 already are rotated in no call.
-            rotated = needs.rotary and append_class.dtype == dtype
+            rotated = needs.rotary and q_dtype is None and append_class.dtype == dtype
             for rotary in _rotaries(model, dtype, ragged) if rotated else ():
                 yield replace(append_class, rotary=rotary)
 

@@ -26,7 +26,8 @@ FORMS = (
     "paged",
 )
 OF_Q = "that-of-q"
-DTYPES, KV_DTYPES = ("bfloat16", "float16"), ("float8_e4m3fn", OF_Q)
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+KV_DTYPES = ("float8_e4m3fn", OF_Q)
 #: Options without a value, and which calls' kernels each adds.
 _ALSO = {
     "--batch-invariant": "of calls that ask for that",

@@ -105,5 +105,5 @@ def test_the_default_configuration_reads_the_table(monkeypatch):
         for seqlen in (1, 4096, 1 << 20):
             expected = tuning.pattern_for(causal, seqlen, "B200")
             assert tuned(TILES, causal, seqlen, "B200", False).ex2_pattern == expected
-    monkeypatch.setattr(tuning, "pattern_for", lambda causal, seqlen_k, gpu: HALF)
+    monkeypatch.setattr(tuning, "pattern_for", lambda causal, seqlen_k, gpu, **_: HALF)
     assert tuned(TILES, True, 5, "B200", False) == ForwardConfig(ex2_pattern=HALF)

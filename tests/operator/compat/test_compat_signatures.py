@@ -219,14 +219,21 @@ def test_packed_tensors(given):
     assert torch.equal(given[-1][0][2], qkv[:, :, 2])
 
 
-def test_scales_of_queries_are_part_of_those_of_keys(given):
+def test_scales_of_e4m3(given):
+    """Scales that are not given beside others are 1; that of q is ignored for another dtype."""
     q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
     scales = {name: torch.tensor([[number]]) for name, number in (
         ("q_descale", 3.0), ("k_descale", 5.0), ("v_descale", 7.0))}  # fmt: skip
     flash_attn_3.flash_attn_func(q, k, v, **scales)
     args, options = given[-1]
-    assert args[0].dtype == torch.bfloat16 and args[1].dtype == k.dtype
-    assert options["k_descale"].item() == 15.0 and options["v_descale"].item() == 7.0
+    assert args[0].dtype == args[1].dtype == k.dtype
+    assert [options[name].item() for name in scales] == [3.0, 5.0, 7.0]
+    flash_attn_3.flash_attn_func(q, k, v, k_descale=scales["k_descale"])
+    assert [given[-1][1][name].item() for name in scales] == [1.0, 5.0, 1.0]
+    flash_attn_3.flash_attn_func(q, k, v)
+    assert not {*scales} & {*given[-1][1]}
+    flash_attn_3.flash_attn_func(q.bfloat16(), k, v, **scales)
+    assert "q_descale" not in given[-1][1] and given[-1][1]["v_descale"].item() == 7.0
 
 
 def test_pages_of_flash_attention_2(given):

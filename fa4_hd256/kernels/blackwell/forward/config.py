@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from ....softmax_emu.online import ARITHMETICS
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_threshold
-from ...limits import ELEMENT_BYTES, HEAD_DIM
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
@@ -27,14 +29,18 @@ from ..pair_plan import (
     common_regions,
 )
 
-__all__ = ["P_HALVES", "TILES", "ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["E4M3_CONFIG", "P_HALVES", "TILES", "ForwardConfig", "ForwardWarpPlan"]
 
-# Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
-MMA_K = 16
+# Bytes of a row of an operand that one slice of an MMA multiplies (`instructions.mma_chain`).
+SLICE_BYTES = 32
 
-#: The halves of P, each handed over by itself -> (first, end) of their slices: keys 0 to 63, and 64
-#: to 127 of a step.
-P_HALVES = {"p_first": (0, 4), "p_last": (4, 8)}
+#: The halves of P, each handed over by itself -> (first, end) of their keys of a step.
+P_HALVES = {"p_first": (0, 64), "p_last": (64, 128)}
+
+#: P in e4m3 is 2^P_LOG2 times as large: NOTE [range of P] in `e4m3`.
+P_LOG2 = 4.0
+#: The most that the exponents of P may grow by before O is rescaled, in 16 bits and in e4m3.
+LARGEST_THRESHOLD, LARGEST_E4M3_THRESHOLD = 15, 4
 
 #: Costs by the timing model (lab/notes.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
@@ -48,6 +54,15 @@ TILES = ForwardTiles(
     most_parts=64,
     takes_lists=True,
     launch_steps=4,
+)
+
+#: The same with q, k and v in e4m3.
+E4M3_TILES = replace(
+    TILES,
+    step_seconds=0.9e-6,
+    kind="forward_e4m3",
+    kv_dtype=torch.float8_e4m3fn,
+    q_dtype=torch.float8_e4m3fn,
 )
 
 
@@ -94,6 +109,7 @@ class ForwardConfig:
     kv_stages: buffers of the ring that K and V tiles share.
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
+    is_e4m3: Q, K, V and P are e4m3 (`e4m3`, `E4M3_CONFIG`), not of 16 bits.
 
     The rest is there to be compared with (`python -m lab ladder`):
     s_stages: S buffers.  With two, QK of the following step is issued before PV of this one, also
@@ -112,6 +128,7 @@ class ForwardConfig:
     s_stages: int = 2
     arithmetic: str = "packed"
     ordered_tiles: bool = True
+    is_e4m3: bool = False
 
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = BLOCK_Q
@@ -127,7 +144,10 @@ class ForwardConfig:
                 "Q buffer while the next tile's Q arrives in the other"
             )
         check_ring("kv_stages", self.kv_stages)
-        check_threshold(self.rescale_threshold)
+        if self.is_e4m3:
+            check_threshold(self.rescale_threshold, LARGEST_E4M3_THRESHOLD, "e4m3, times 2^4")
+        else:
+            check_threshold(self.rescale_threshold, LARGEST_THRESHOLD)
         if self.s_stages not in (1, 2):
             raise ValueError(
                 f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
@@ -141,7 +161,22 @@ class ForwardConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        return TILES
+        return E4M3_TILES if self.is_e4m3 else TILES
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of Q, K, V and P."""
+        return 1 if self.is_e4m3 else ELEMENT_BYTES
+
+    @property
+    def columns(self) -> int:
+        """Columns of 16 bits of a row of Q, K and V."""
+        return HEAD_DIM * self.element_bytes // ELEMENT_BYTES
+
+    @property
+    def mma_k(self) -> int:
+        """Elements of an operand's row that one slice of an MMA multiplies."""
+        return SLICE_BYTES // self.element_bytes
 
     @property
     def tile_q(self) -> int:
@@ -149,19 +184,24 @@ class ForwardConfig:
         return CTAS * self.block_q
 
     def score_elements(self, mmas: int) -> int:
-        """Elements of S that so many MMA instructions of QK and PV, K = 16 each, stand for."""
-        per_step = HEAD_DIM // MMA_K + self.block_kv // MMA_K
+        """Elements of S that so many MMA instructions of QK and PV, a slice each, stand for."""
+        per_step = HEAD_DIM // self.mma_k + self.block_kv // self.mma_k
         return mmas // per_step * self.tile_q * self.block_kv
 
     @property
     def q_bytes(self) -> int:
-        """One CTA's Q (and O) of one tile."""
+        """One CTA's Q of one tile."""
+        return self.block_q * HEAD_DIM * self.element_bytes
+
+    @property
+    def o_bytes(self) -> int:
+        """One CTA's O of one tile, of 16 bits, and its Q buffer."""
         return self.block_q * HEAD_DIM * ELEMENT_BYTES
 
     @property
     def kv_bytes(self) -> int:
         """One CTA's half of a K tile (64 keys) or of a V tile (128 of the head's columns)."""
-        return self.block_kv // CTAS * HEAD_DIM * ELEMENT_BYTES
+        return self.block_kv // CTAS * HEAD_DIM * self.element_bytes
 
     @property
     def o_slices(self) -> int:
@@ -174,7 +214,7 @@ class ForwardConfig:
                 SmemRegion.operand(
                     "q",
                     self.q_stages,
-                    self.q_bytes,
+                    self.o_bytes,
                     "128 rows x 256; after the tile's last PV, staging of its O",
                 ),
                 SmemRegion.operand(
@@ -198,7 +238,7 @@ class ForwardConfig:
     def tmem(self) -> TmemPlan:
         """Return the map of tensor memory. The regions p0 and p1 are P of the first and the second
         S buffer."""
-        columns = self.block_kv
+        columns, per_column = self.block_kv, FLOAT_BYTES // self.element_bytes
         regions = [TmemRegion("o", 0, HEAD_DIM, None, "O accumulator, 128 x 256 float32")]
         for stage in range(self.s_stages):
             start = HEAD_DIM + stage * columns
@@ -207,9 +247,10 @@ class ForwardConfig:
                 TmemRegion(
                     f"p{stage}",
                     start,
-                    columns // 2,
+                    columns // per_column,
                     f"s{stage}",
-                    "P, two 16-bit values a column, once S is in registers",
+                    f"P, {'four e4m3' if self.is_e4m3 else 'two 16-bit'} values a column, once S "
+                    "is in registers",
                 )
             )
         return TmemPlan(tuple(regions))
@@ -232,7 +273,7 @@ class ForwardConfig:
                 Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
                 *(
                     Edge(f"{half}_done", self.s_stages, pair, "softmax", softmax, "mma",
-                         f"P of keys {first * MMA_K} to {end * MMA_K - 1} in TMEM, over its S")
+                         f"P of keys {first} to {end - 1} in TMEM, over its S")
                     for half, (first, end) in P_HALVES.items()
                 ),
                 Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
@@ -250,7 +291,13 @@ class ForwardConfig:
     @property
     def title(self) -> str:
         return (
-            f"forward: {self.tile_q} query rows x {self.block_kv} keys per CTA pair and step, "
+            f"forward{' in e4m3' if self.is_e4m3 else ''}: {self.tile_q} query rows x "
+            f"{self.block_kv} keys per CTA pair and step, "
             f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
+
+
+#: The default configuration for q, k and v in e4m3, but for its exp2 mix.  K and V take half of the
+#: bytes, so that as many bytes are on their way as in 16 bits.
+E4M3_CONFIG = ForwardConfig(kv_stages=6, rescale_threshold=4.0, is_e4m3=True)

@@ -26,9 +26,10 @@ __all__ = [
 class BlackwellForwardContext(ForwardContext, PairContext):
     """State that every warp role of one CTA shares.
 
-    Buffers in `smem`, of 16-bit elements but for the last: "q" (block_q, 256, q_stages); "k"
-    (block_kv / 2, 256, kv_stages), this CTA's keys; "v" (block_kv, 128, kv_stages), this CTA's
-    columns, in the same memory as "k"; "scale" (block_q, scale_stages) float32, the factor by
+    Buffers in `smem`, of 16-bit elements but for the last: "q" (block_q, 256, q_stages); "o" (the
+    same), where O is staged; "k" (block_kv / 2, 256, kv_stages), this CTA's keys; "v" (block_kv,
+    128, kv_stages), this CTA's columns, in the same memory as "k"; each with half of the columns
+    for e4m3, but for "o"; "scale" (block_q, scale_stages) float32, the factor by
     which the correction warps rescale a row of O, after the last step 1 / the row's sum.
     """
 

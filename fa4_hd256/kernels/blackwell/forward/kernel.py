@@ -31,6 +31,7 @@ heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import cutlass
@@ -44,7 +45,7 @@ from ....softmax_emu.pattern import FRAGMENT_COLUMNS
 from ...context import CLAIM_STEPS, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
-from ...limits import HEAD_DIM
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...mask.block_mask import ListedTile
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...problem_class import ProblemClass
@@ -71,6 +72,7 @@ from .context import (
     ScoreRow,
     SoftmaxRings,
 )
+from .operands import buffers_in, tensors_of
 from .output import load_columns, output_slices, rescale, store_zeros
 from .scores import RangeMask, StepScores, hand_over
 
@@ -90,6 +92,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     context_class = BlackwellForwardContext
     gathers_by_tma = True
+    #: P is 2^p_log2 times as large: `OnlineSoftmax.create`.
+    p_log2 = 0.0
 
     def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
@@ -101,32 +105,25 @@ class ForwardKernel(ForwardCommon, PairKernel):
         self.load_keys = config.block_kv // 2
         # QK of the following step goes before PV: that needs an S buffer of its own.
         self.qk_ahead = config.s_stages > 1
+        self.p_dtype = cutlass.Float8E4M3FN if config.is_e4m3 else self.dtype
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
+        shape = functools.partial(MmaShape, is_bf16=is_bf16, is_e4m3=config.is_e4m3)
         self.qk = Mma(
-            MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
-            k_major_operand(config.block_q),
-            k_major_operand(self.load_keys),
+            shape(config.tile_q, config.block_kv, negate_a=negate),
+            k_major_operand(config.block_q, config.columns),
+            k_major_operand(self.load_keys, config.columns),
         )
-        pv = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
-        p, v = TmemOperand.contiguous(config.block_kv), mn_major_operand(config.block_kv)
-        self.pv0, self.pv1 = (
-            Mma(pv, p.slices(*part), v.slices(*part)) for part in P_HALVES.values()
-        )
+        pv = shape(config.tile_q, HEAD_DIM, b_mn_major=True)
+        p = TmemOperand.contiguous(config.block_kv * config.element_bytes // ELEMENT_BYTES)
+        v = mn_major_operand(config.block_kv, config.mma_k)
+        halves = [(first // config.mma_k, end // config.mma_k) for first, end in P_HALVES.values()]
+        self.pv0, self.pv1 = (Mma(pv, p.slices(*part), v.slices(*part)) for part in halves)
         self.scores = StepScores(self.functions, config.block_kv, self.lists_steps)
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        config, (q, k, v, out) = self.config, operands
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        q = self.tma_tensor("q", q, (load, config.block_q, HEAD_DIM))
-        k = self.loaded_tensor("k", k, (load, config.block_kv // 2, HEAD_DIM))
-        v = self.loaded_tensor("v", v, (load, config.block_kv, HEAD_DIM // 2))
-        o = None
-        if not self.problem_class.split:
-            o = self.tma_tensor("o", out, (store, config.block_q, config.o_slice))
-        return ForwardKernelTensors(q, k, v, o, out, lse, optional)
+        return tensors_of(self, operands, lse, optional)
 
     def gathering_operation(self) -> Any:
         return cpasync.CopyBulkTensor2DGather4G2SOp(tcgen05.CtaGroup.TWO)
@@ -134,6 +131,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         loads = tensors.q, tensors.k, tensors.v
         return loads if tensors.o is None else (*loads, tensors.o)
+
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        return buffers_in(memory, self.config)
 
     @cute.jit
     def run_role(self, context: BlackwellForwardContext, warp: Int32):
@@ -156,15 +156,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
             if warp == warps.scheduler:
                 schedule(self.scheduler, context)
 
-    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
-        config, kv_stages = self.config, self.config.kv_stages
-        scale_layout = cute.make_layout((config.block_q, config.scale_stages))
-        return {
-            "q": memory.operand("q", config.block_q, HEAD_DIM, config.q_stages),
-            "k": memory.operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),
-            "v": memory.operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
-            "scale": cute.make_tensor(memory.region("scale", Float32, 16), scale_layout),
-        }
+    def with_scales(self, context: BlackwellForwardContext, work: WorkTile) -> Any:
+        """Return the context of a tile's softmax where its scores have a scale, None elsewhere."""
 
     def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""
@@ -412,16 +405,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
     @cute.jit
     def softmax(self, context: BlackwellForwardContext):
         """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
-        config = self.config
         rings = SoftmaxRings.waiting(self.edges, "s_done", "scale_free")
-        softmax = OnlineSoftmax.create(
-            context.scalars.scale_log2,
-            config.ex2_pattern,
-            config.rescale_threshold,
-            self.dtype,
-            config.arithmetic,
-            tracks_largest=self.problem_class.max_logits,
-        )
+        softmax = self._softmax(context)
         row_in_block = cute.arch.thread_idx()[0]
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -429,8 +414,15 @@ class ForwardKernel(ForwardCommon, PairKernel):
             query, head = self.query_and_head(context, work, row_in_block)
             row = ScoreRow(work, query, head)
             steps = self._listed_steps if self.lists_steps else self._range_of_steps
-            num_steps, softmax, rings = steps(context, row, softmax, rings)
+            tile_context = self.with_scales(context, work)
+            if cutlass.const_expr(tile_context is not None):
+                softmax = self._softmax(tile_context)
+                num_steps, softmax, rings = steps(tile_context, row, softmax, rings)
+            else:
+                num_steps, softmax, rings = steps(context, row, softmax, rings)
             inverse, lse = softmax.finish(self.sink_log2(context, work, head))
+            if cutlass.const_expr(tile_context is not None):
+                inverse = inverse * context.value_descale(work)
             if num_steps > 0:
                 rings = self._send_scale(context, inverse, rings)
             # Rows that a negative bound hides are stored, too.
@@ -438,6 +430,19 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 self.store_lse(context, work, (query, head), softmax, lse)
             work = scheduler.advance_to_next_work()
         context.barriers["scale_free"].wait_for_all(rings.scale)
+
+    def _softmax(self, context: BlackwellForwardContext) -> OnlineSoftmax:
+        """Return an empty softmax of a row.  context: with the scale of its scores."""
+        config = self.config
+        return OnlineSoftmax.create(
+            context.scalars.scale_log2,
+            config.ex2_pattern,
+            config.rescale_threshold,
+            self.p_dtype,
+            config.arithmetic,
+            tracks_largest=self.problem_class.max_logits,
+            p_log2=self.p_log2,
+        )
 
     @cute.jit
     def _range_of_steps(
@@ -516,15 +521,16 @@ class ForwardKernel(ForwardCommon, PairKernel):
         barriers, columns = context.barriers, self.config.block_kv
         barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
-        # P lies over S: two 16-bit values per column, in the columns that they came from.
+        # P lies over S: two 16-bit values per column, or four e4m3, in columns that they came from.
         address = context.warp_lanes + (self.tmem_plan["s0"].start + rings.s.index * columns)
         scores = self.scores.load(context, address, row, key, mask)
         factor = softmax.update_max(scores)
         rings = self._send_scale(context, factor, rings)
         num_fragments = columns // FRAGMENT_COLUMNS
+        p_columns = FRAGMENT_COLUMNS * self.config.element_bytes // FLOAT_BYTES
         fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
         for fragment in cutlass.range_constexpr(num_fragments):
-            probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
+            probabilities = cute.make_rmem_tensor(p_columns, Float32)
             softmax.exponentiate(fragments[None, fragment], probabilities, fragment, num_fragments)
             if cutlass.const_expr(fragment == 1 and self.lists_steps):
                 # Loaded where registers of scores are free, and there by the end of the step: ptxas
@@ -536,7 +542,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 hand_over(barriers["p_first_done"], rings.s)
                 # Or ptxas moves the arrival behind the stores that follow.
                 cute.arch.sync_warp()
-            tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
+            tmem_store(probabilities, address + fragment * p_columns)
         hand_over(barriers["p_last_done"], rings.s)
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
@@ -628,7 +634,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             out = context.result_row(work, query, head)
             slices = cute.logical_divide(out, cute.make_layout(config.o_slice))
         else:
-            buffer = context.smem["q"][None, None, rings.staged.index // config.o_slices]
+            buffer = context.smem["o"][None, None, rings.staged.index // config.o_slices]
             slices = cute.logical_divide(buffer, (None, cute.make_layout(config.o_slice)))
         for piece in cutlass.range_constexpr(config.o_slices):
             o = context.warp_lanes + (self.tmem_plan["o"].start + piece * config.o_slice)
@@ -676,7 +682,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 else:
                     place = (context.query(work), self.first_row(context, work), None, work.head)
                     from_smem, to_global = output_slices(
-                        o, context.smem["q"], q.index, place, config.o_slice, packed
+                        o, context.smem["o"], q.index, place, config.o_slice, packed
                     )
                     for piece in cutlass.range_constexpr(config.o_slices):
                         context.barriers["o_staged"].wait(staged)
