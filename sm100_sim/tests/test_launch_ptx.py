@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,3 +241,17 @@ def test_devices():
     assert sm100_sim.device() == sm100_sim.DEVICES["b200"]
     with pytest.raises(ValueError, match="'b100'; accepted are b200"):
         sm100_sim.device("b100")
+
+
+def test_errors_come_without_the_frames_of_the_simulator():
+    """A stranger's traceback ends at the call, and says what is wrong with the kernel."""
+    text = """.version 8.6
+.target sm_100a
+.address_size 64
+.visible .entry stores(.param .u64 p) { .reg .b64 %rd; ld.param.u64 %rd, [p];
+st.global.b64 [%rd], 1; ret; }"""
+    with pytest.raises(sm100_sim.MemoryFault) as raised:
+        sm100_sim.launch_ptx(text, "stores", [64], block=32)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [Path(frame.filename).name for frame in frames] == ["test_launch_ptx.py", "errors.py"]
+    assert raised.value.__suppress_context__

@@ -121,7 +121,7 @@ def finding_lines(finding: Any, colour: bool = False) -> list[str]:
 def _party(party: Any, colour: bool) -> str:
     """An access in one line: its source line and text if they are known, else the instruction."""
     opcode = shortened(party.text)
-    who = f"PTX line {party.line}, CTA {party.cta} warp {party.warp}"
+    who = executed_by(party)
     does = f"{party.what}, " if party.what else ""
     if party.source is None:
         return f"`{opcode}` ({does}{who})"
@@ -130,6 +130,12 @@ def _party(party: Any, colour: bool) -> str:
     via = "".join(f" < {place_name(*outer)}" for outer in party.stack[-1:])
     name = re.sub(r"^@\S+\s+", "", opcode).split()[0]
     return f"{where}{via}: {code + '  ' if code else ''}({does}{name} at {who})"
+
+
+def executed_by(party: Any) -> str:
+    """Return the PTX line of an access and, where that is known, its CTA and warp."""
+    who = f", CTA {party.cta} warp {party.warp}" if party.cta else ""
+    return f"PTX line {party.line}{who}"
 
 
 def source_text(file: str, line: int) -> str:

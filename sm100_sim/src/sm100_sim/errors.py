@@ -7,9 +7,14 @@ adds the place through `at`.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from .causes import causes_of, listed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SimulationError(Exception):
@@ -78,6 +83,20 @@ class SimulationError(Exception):
         if self.findings:
             text += "\nFound by the sanitizer before this:\n" + listed(causes_of(self.findings))
         return text
+
+
+def in_plain(function: Callable[P, R]) -> Callable[P, R]:
+    """Let errors of a launch come without the simulator's own frames: they say nothing of the
+    kernel that is wrong."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except SimulationError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class CompileError(ValueError):

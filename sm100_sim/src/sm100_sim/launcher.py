@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from . import devices
-from .errors import LaunchError, SimulationError
+from .errors import LaunchError, SimulationError, in_plain
 from .host.arguments import tensor_ranges
 from .host.program import program_of
 from .isa import load_table
+from .ptx.declarations import assembly_lines
 from .ptx.parser import Kernel, parse_module
 from .report import Report, remember
 from .run.blas import single_threaded
@@ -96,6 +97,7 @@ def options_from(settings: Settings, **given: Any) -> Options:
     return Options(**(known | given))
 
 
+@in_plain
 def launch(
     compiled: Any,
     *args: Any,
@@ -149,6 +151,7 @@ def launch(
     return reports[-1]
 
 
+@in_plain
 def launch_packed(
     compiled: Any,
     arguments: Sequence[int],
@@ -228,7 +231,10 @@ def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKe
 @functools.lru_cache(maxsize=KEPT_KERNELS)
 def _parsed(ptx: str) -> dict[str, Kernel]:
     load_table()
-    return parse_module(ptx)
+    kernels, lines = parse_module(ptx), assembly_lines(ptx)
+    for kernel in kernels.values():
+        kernel.assembly_lines = lines
+    return kernels
 
 
 @functools.lru_cache(maxsize=KEPT_KERNELS)

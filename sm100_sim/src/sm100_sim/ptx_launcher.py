@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import LaunchError
+from .errors import LaunchError, in_plain
 from .host.arguments import tensor_ranges
 from .launcher import Options, options_from, parsed_kernel, run_host_code
 from .ptx.parser import Param
@@ -22,6 +22,7 @@ from .words import shown
 Extent = int | tuple[int, ...]
 
 
+@in_plain
 def launch_ptx(
     ptx: str,
     kernel: str,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import devices
-from .errors import LaunchError, MissingExtra
+from .errors import LaunchError, MissingExtra, in_plain
 from .host.arguments import tensor_ranges
 from .host.cubin import launch_registers, moving_registers
 from .launcher import Options, options_from, parsed_kernel, run_host_code
@@ -39,6 +39,7 @@ _PORTABLE_CLUSTER = 8
 Run = Callable[[Callable[[Callable[[LaunchConfig], None]], None], Any], None]
 
 
+@in_plain
 def launch_triton(
     kernel: Any, grid: Any, *args: Any, options: Options | None = None, **meta: Any
 ) -> Report:

@@ -18,6 +18,7 @@ from sm100_sim.command.files import write_files
 from sm100_sim.command.outcome import Outcome
 from sm100_sim.command.summary import summary
 from sm100_sim.errors import MissingExtra, SimulationError
+from sm100_sim.report import collected
 from sm100_sim.terminal import wants_colour
 
 from . import Session, attached
@@ -59,13 +60,15 @@ def run_script(arguments: list[str]) -> int:
             stack.enter_context(flags.applied(vars(choice)))
             try:
                 session = stack.enter_context(attached(trace=bool(choice.html)))
+                # Launches by launch_ptx and its like are not the session's, but count.
+                reports = stack.enter_context(collected())
             except MissingExtra as error:
                 print(f"sm100_sim: {error}", file=sys.stderr)
                 return 2
             stack.enter_context(_terminations())
             status = _run(choice.file, session)
-            print(summary(session.reports, session.failures, wants_colour(sys.stdout)), flush=True)
-            write_files(choice, Outcome(session.reports, session.failures, session.modules))
+            print(summary(reports, session.failures, wants_colour(sys.stdout)), flush=True)
+            write_files(choice, Outcome(reports, session.failures, session.modules))
     finally:
         sys.argv, sys.path[:] = saved
     return status

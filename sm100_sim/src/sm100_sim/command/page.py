@@ -12,7 +12,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sm100_sim.causes import Cause, place_name, shortened, source_text
+from sm100_sim.causes import Cause, executed_by, place_name, shortened, source_text
 from sm100_sim.terminal import short_name
 from sm100_sim.trace.records import TraceEntry
 
@@ -83,7 +83,7 @@ def _section(number: int, name: str, cause: Cause, entries: Sequence[TraceEntry]
     labels = ("first", "second") if len(parties) > 1 else ("at",)
     parts += [_stack(label, party) for label, party in zip(labels, parties, strict=False)]
     parts.append(f"<p class=missing><b>missing:</b> {html.escape(missing)}</p>")
-    if parties and entries:
+    if parties and entries and parties[0].cta:
         parts += [_picture(parties, entries), _timeline(parties, entries)]
     return "".join(parts)
 
@@ -97,8 +97,8 @@ def _stack(label: str, party: Any) -> str:
     )  # fmt: skip
     what = f"{party.what}, " if party.what else ""
     return (
-        f"<p><b>{label}:</b> {html.escape(what)}PTX line {party.line}, CTA {party.cta} warp "
-        f"{party.warp}: <code>{html.escape(shortened(party.text))}</code></p><table>{rows}</table>"
+        f"<p><b>{label}:</b> {html.escape(what)}{executed_by(party)}: "
+        f"<code>{html.escape(shortened(party.text))}</code></p><table>{rows}</table>"
     )
 
 

@@ -21,6 +21,7 @@ from sm100_sim.errors import CompileError, LaunchError, MissingExtra, Simulation
 from sm100_sim.launcher import Options, options_from, parsed_kernel
 from sm100_sim.ptx.parser import PtxSyntaxError
 from sm100_sim.ptx_launcher import launch_ptx, tensor_map
+from sm100_sim.report import Report
 from sm100_sim.settings import read_settings
 from sm100_sim.terminal import short_name, wants_colour
 
@@ -60,6 +61,16 @@ def run_file(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = flags.parser("run", __doc__ or "", "FILE.cu|FILE.ptx")
     made.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_launch(made)
+    made.add_argument(
+        "--seeds", type=int, default=0, help="run again under so many adversarial schedules"
+    )
+    made.add_argument("--save", metavar="DIR", help="write every array as it is afterwards, as NPY")
+    return made
+
+
+def add_launch(made: argparse.ArgumentParser) -> None:
+    """Add what says which kernel is launched, and how."""
     add = made.add_argument
     add("--kernel", required=True, help='its name, as "scale" or "gemm<128, 2>"')
     add("--grid", default="1", help="CTAs, as 8 or 8x2")
@@ -68,13 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--smem", type=int, default=0, help="bytes of dynamic shared memory")
     add("--arg", action="append", default=[], metavar="ARG", help="an argument, once for each")
     add("--flag", action="append", default=[], help="an option of NVRTC, as --flag=-DTILE=64")
-    add("--seeds", type=int, default=0, help="run again under so many adversarial schedules")
-    add("--save", metavar="DIR", help="write every array as it is afterwards, as NPY")
-    return made
 
 
-def _run(choice: argparse.Namespace) -> int:
-    ptx, name = _module(choice)
+def launched(
+    choice: argparse.Namespace, ptx: str, name: str, arrays: list[np.ndarray], options: Options
+) -> Report:
+    """Launch the kernel with the arguments of the command line; their arrays go to `arrays`.
+
+    Raises LaunchError for arguments that are not understood, or not as many as parameters.
+    """
     parameters = parsed_kernel(ptx, name).params
     if len(choice.arg) != len(parameters):
         sizes = ", ".join(f"{p.name} ({p.size} bytes)" for p in parameters) or "none"
@@ -82,6 +95,15 @@ def _run(choice: argparse.Namespace) -> int:
             f"{short_name(name)} has {len(parameters)} parameters: {sizes}; {len(choice.arg)} "
             'given by --arg, as --arg "f32[1024]=random" --arg i32=1024'
         )
+    return launch_ptx(
+        ptx, name, [argument(text, arrays) for text in choice.arg], grid=_extent(choice.grid),
+        block=_extent(choice.block), cluster=_extent(choice.cluster), dynamic_smem=choice.smem,
+        options=options,
+    )  # fmt: skip
+
+
+def _run(choice: argparse.Namespace) -> int:
+    ptx, name = module_of(choice)
     outcome = Outcome(modules={name: ptx})
     plain = options_from(read_settings(), trace=bool(choice.html))
     seeds: list[int | None] = [plain.seed, *range(choice.seeds)]
@@ -89,12 +111,7 @@ def _run(choice: argparse.Namespace) -> int:
     for seed in seeds:
         arrays = []
         try:
-            outcome.reports.append(launch_ptx(
-                ptx, name, [argument(text, arrays) for text in choice.arg],
-                grid=_extent(choice.grid), block=_extent(choice.block),
-                cluster=_extent(choice.cluster), dynamic_smem=choice.smem,
-                options=_seeded(plain, seed),
-            ))  # fmt: skip
+            outcome.reports.append(launched(choice, ptx, name, arrays, _seeded(plain, seed)))
         except SimulationError as error:
             outcome.failures.append(error)
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -109,7 +126,7 @@ def _seeded(options: Options, seed: int | None) -> Options:
     return Options(**{**vars(options), "seed": seed})
 
 
-def _module(choice: argparse.Namespace) -> tuple[str, str]:
+def module_of(choice: argparse.Namespace) -> tuple[str, str]:
     """PTX and the name of the kernel in it."""
     if choice.file.endswith(".ptx"):
         return Path(choice.file).read_text(encoding="utf-8"), choice.kernel

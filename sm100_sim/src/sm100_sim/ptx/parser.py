@@ -177,6 +177,7 @@ class Kernel:
     ``module_data``: the module's initialised bytes, whose addresses count from MODULE_DATA_WINDOW.
     ``fixes_registers``: whether .maxnreg or .minnctapersm says what a launch has; from kernels with
     neither ptxas drops setmaxnreg (`host.cubin.moving_registers` reads it from machine code).
+    ``assembly_lines``: of inline assembly (`declarations.assembly_lines`), where that is known.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Kernel:
     local_bytes: int = 0
     dynamic_shared_offset: int = RESERVED_SHARED_BYTES
     module_data: bytes = b""
+    assembly_lines: frozenset[int] | None = None
 
     @property
     def param_bytes(self) -> int:
@@ -314,11 +316,9 @@ class _KernelParser:
         self.functions = functions
         #: Functions that are being inlined, and the places that each call comes from.
         self.calls: list[tuple[str, tuple]] = [("", ())]
-        # Every function sees the module's data and shared memory.
         self.module = self.scope = _Scope(None)
         self.source: tuple[str, int] | None = None
         self.stack: tuple[tuple[str, int], ...] = ()
-        #: Place of a .loc -> the place that it is inlined at.
         self.inlined: dict[tuple[str, ...], tuple[str, ...] | None] = {}
         self.unresolved: list[tuple[int, _Scope]] = []
         self.declarations = 0

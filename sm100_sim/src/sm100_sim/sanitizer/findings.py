@@ -235,17 +235,24 @@ def registers(hazard: Any, cta: Any, warp: int) -> Finding:
     )  # fmt: skip
 
 
-def not_waited(used: Any, cta: Any, warp: int) -> Finding:
-    """Data of a tcgen05.ld that are used before a tcgen05.wait::ld (`load_waits.Use`)."""
+def not_waited(used: Any) -> Finding:
+    """Data of a tcgen05.ld that are used before a tcgen05.wait::ld (`load_waits.Use`), in whatever
+    warps execute the two."""
     edge = (
         f"register {used.register} depends on what tcgen05.ld brings only behind tcgen05.wait::ld "
         "(.sync.aligned), which must stand between the two"
     )
-    load, use = used.load, used.other
-    text = f"{place(load, cta, warp)}, then {place(use, cta, warp)}: {edge}"
-    pair = party("tensor memory load", load, cta, warp), party("use of its data", use, cta, warp)
-    where = tuple(site(one, cta, warp) for one in (load, use))
-    return Finding("load-not-waited", text, where, "registers", pair, edge)
+    nobody: Any = (), -1
+    pair = used.load, used.other
+    told = [place(one, *nobody).rpartition(", CTA ")[0] for one in pair]
+    words = "tensor memory load", "use of its data"
+    finding = Finding(
+        "load-not-waited", f"{', then '.join(told)}: {edge}",
+        tuple(site(one, *nobody) for one in pair), "registers",
+        tuple(party(word, one, *nobody) for word, one in zip(words, pair, strict=True)), edge,
+    )  # fmt: skip
+    finding.ctas, finding.warps = (set(), set()), (set(), set())
+    return finding
 
 
 def site(instruction: Any, cta: Any, warp: int) -> Site:

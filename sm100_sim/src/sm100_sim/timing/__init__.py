@@ -7,6 +7,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | names | what |
 |---|---|
 | predict, attached, Prediction, ReplayError | time of launches, with the critical path |
+| predict_launches | the same of kernels in PTX, Triton and CUDA C++ |
 | write_trace | a prediction as a Chrome trace |
 | load, machines, Machine, Constant, Values, SETS | constants of modelled GPUs, their sources |
 | l2_share | what an SM gets from L2, of them |
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from .machine_code.resources import Action
     from .machine_code.sass import SassFunction, SassInstruction, disassemble
     from .machine_constants import SETS, Constant, Machine, Values, l2_share, load, machines
-    from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
+    from .prediction import (
+        Prediction,
+        attached,
+        predict,
+        predict_launches,
+        tensor_core_clocks,
+        traced_program,
+    )
     from .program import Compiled
     from .replaying.chrome import write as write_trace
     from .replaying.replay import Replay, ReplayError, clocks_measured
@@ -95,6 +103,7 @@ __all__ = [
     "mma_cost",
     "model_digest",
     "predict",
+    "predict_launches",
     "replay_program",
     "schedule",
     "tensor_core_clocks",
@@ -110,7 +119,10 @@ _HOMES = {
     "machine_constants": (
         "SETS", "Constant", "Machine", "Values", "l2_share", "load", "machines",
     ),
-    "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
+    "prediction": (
+        "Prediction", "attached", "predict", "predict_launches", "tensor_core_clocks",
+        "traced_program",
+    ),
     "whole.problem": (
         "ALONE", "Late", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
         "fit", "schedule",

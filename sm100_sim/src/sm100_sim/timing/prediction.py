@@ -17,6 +17,7 @@ from sm100_sim.report import Report
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.trace.records import TraceEntry
 
+from .machine_code.assembling import assembled
 from .machine_code.resources import Action
 from .machine_code.sass import SassFunction, disassemble
 from .machine_code.warpgroups import with_products
@@ -113,6 +114,21 @@ def predict(
     return collector.predictions
 
 
+def predict_launches(
+    run: Callable[[Options], Any], *, machine: str | Machine = "b200", draws: int = 8, seed: int = 0
+) -> list[Prediction]:
+    """Predict the time of kernels in PTX, Triton or CUDA C++.
+
+    run: launches them with the options it is called with, by `launch_ptx`, `launch_triton` or
+    `launch_cuda`. machine, draws, seed: as of `predict`, which this returns and raises the like of;
+    besides ValueError if a kernel came as PTX alone and there is no ptxas (the packages triton and
+    nvidia-cuda-nvcc bring it).
+    """
+    collector = Collector(machine, draws, seed)
+    run(Options(clusters=1, trace=True, observe=collector.observe))
+    return collector.predictions
+
+
 class Collector:
     """Makes a prediction of every traced launch it observes: `predictions`, in order. chosen:
     whether a kernel of a name is to be predicted at all. step: a context for what takes long, by
@@ -135,15 +151,10 @@ class Collector:
         """Predict one launch. Raises ValueError and ReplayError as `predict`."""
         if not self._chosen(config.kernel_name):
             return
-        if not config.cubin:
-            raise ValueError(
-                f"the machine code of kernel {config.kernel_name}, which the model follows, cannot "
-                "be read: its host code loads a compressed fat binary, or the launch came from PTX "
-                "alone; compile it without compression"
-            )
-        if config.cubin not in self._functions:
-            self._functions[config.cubin] = disassemble(config.cubin)
-        function = self._functions[config.cubin][config.kernel_name]
+        cubin = config.cubin or assembled(config.ptx)
+        if cubin not in self._functions:
+            self._functions[cubin] = disassemble(cubin)
+        function = self._functions[cubin][config.kernel_name]
         with self._step(f"replaying {config.kernel_name[:60]}"):
             self.predictions.append(
                 predict_report(report, function, config.ptx, self.machine, self._sampling)

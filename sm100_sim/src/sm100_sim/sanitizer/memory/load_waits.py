@@ -2,12 +2,14 @@
 
 PTX ISA 9.3, tcgen05.ld and tcgen05.wait: the instruction is asynchronous, and its registers hold
 the data behind a wait::ld of the warp. On a GPU the register dependency waits, too, so compilers
-let arithmetic go ahead of the wait, and a kernel may run right for years without it. What counts
-here is therefore an effect: data, or what was computed of them, that are stored or sent while no
-wait::ld has covered their load. That is looked for in the program, over all paths.
+let arithmetic go ahead of the wait, and a kernel may run right for years without it. What counts is
+therefore an effect: data, or what was computed of them, that are stored or sent while no wait::ld
+has covered their load. That is looked for in the program, over all paths.
 
-A kernel with neither tcgen05.wait::ld nor tcgen05.fence relies on register dependencies throughout,
-as flash-attn-4's do; its author has left out nothing by mistake, and no finding is made.
+This holds for loads that are inline assembly, as those of CUDA C++ and Triton, and for PTX written
+by hand. Where a compiler has made the load of an operation of its own, as in CuTe DSL, published
+kernels (flash-attn-4, CUTLASS, cuDNN) leave waits out and rely on the register dependency; of these
+loads nothing is said.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def found(machine: Any, omitted: int, stretches: Any) -> Iterator[Finding]:
     executed = machine.executed_indices()
     for use in uses_of(machine.compiled.kernel, omitted):
         if use.load.index in executed and use.other.index in executed:
-            finding = not_waited(use, (0, 0, 0), 0)
+            finding = not_waited(use)
             finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
             yield finding
 
@@ -51,10 +53,12 @@ def uses_of(kernel: Any, omitted: int = -1) -> list[Use]:
 
     omitted: index of an instruction that is left out.
     """
-    instructions = [i for i in kernel.instructions if i.index != omitted]
-    loads = [i for i in instructions if row_of(i).rule is Rule.TENSOR_LOAD]
-    rules = {row_of(i).rule for i in kernel.instructions}
-    if not loads or rules.isdisjoint({Rule.WAIT_LOADS, Rule.FENCE_BEFORE, Rule.FENCE_AFTER}):
+    by_hand = kernel.assembly_lines
+    loads = [
+        i for i in kernel.instructions
+        if row_of(i).rule is Rule.TENSOR_LOAD and (by_hand is None or i.line in by_hand)
+    ]  # fmt: skip
+    if not loads:
         return []
     numbers = {load.index: number for number, load in enumerate(loads)}
     states: list[_State | None] = [None] * len(kernel.blocks)
@@ -72,6 +76,10 @@ def uses_of(kernel: Any, omitted: int = -1) -> list[Use]:
             elif _merge(known, state):
                 pending.add(successor)
     return _uses(kernel, omitted, states, loads, numbers)
+
+
+def _is_wait(instruction: Any) -> bool:
+    return row_of(instruction).rule is Rule.WAIT_LOADS
 
 
 def _uses(
@@ -107,13 +115,12 @@ def _has_effect(instruction: Any) -> bool:
 
 def _step(state: _State, instruction: Any, numbers: dict[int, int]) -> None:
     """Go on behind an instruction."""
-    rule = row_of(instruction).rule
-    if rule is Rule.WAIT_LOADS:
+    if _is_wait(instruction):
         state.clear()
         return
     uses, _, definitions = uses_and_definitions(instruction)
     mask = 0
-    if rule is Rule.TENSOR_LOAD:
+    if instruction.index in numbers:
         mask = 1 << numbers[instruction.index]
     else:
         for register in uses:
