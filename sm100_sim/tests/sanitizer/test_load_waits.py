@@ -99,7 +99,7 @@ def test_of_loads_that_a_compiler_has_made_nothing_is_said():
 
 
 def test_loads_in_inline_assembly_count_always():
-    """As those of Triton and CUDA C++, also where no wait is left at all."""
+    """Triton and CUDA C++ have such loads; here also where no wait is left at all."""
     assert uses(in_assembly(ROUND)) == []
     assert len(uses(in_assembly(ROUND.replace(f"/*first*/ {WAIT}", "")))) == 1
     without = ROUND.replace(WAIT, "")

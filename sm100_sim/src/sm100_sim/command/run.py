@@ -112,6 +112,8 @@ def _run(choice: argparse.Namespace) -> int:
         arrays = []
         try:
             outcome.reports.append(launched(choice, ptx, name, arrays, _seeded(plain, seed)))
+        except LaunchError:
+            raise
         except SimulationError as error:
             outcome.failures.append(error)
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
