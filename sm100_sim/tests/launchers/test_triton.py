@@ -8,6 +8,7 @@ import pytest
 from project import PROJECT
 
 import sm100_sim
+from sm100_sim import triton_launcher
 
 pytestmark = pytest.mark.simulator
 
@@ -96,6 +97,28 @@ def test_tensor_descriptors_and_tensor_cores():
     assert report.tma["load_bytes"] == 2 * 2 * 128 * 128 and "tcgen05.mma" in report.instructions
     kinds = {cause.kinds for cause in report.causes}
     assert kinds == {("barrier-not-visible",), ("missing-proxy-fence",)}
+
+
+def test_a_left_out_wait_for_tensor_memory_is_found_by_its_reading_alone(monkeypatch):
+    """The product without Triton's tcgen05.wait::ld: the loads' data are stored all the same."""
+    code_of = triton_launcher._code_of
+
+    def without_wait(name, key):
+        ptx, cubin = code_of(name, key)
+        assert ptx.count("tcgen05.wait::ld.sync.aligned;") == 1
+        return ptx.replace("tcgen05.wait::ld.sync.aligned;", ""), cubin
+
+    monkeypatch.setattr(triton_launcher, "_code_of", without_wait)
+    kinds = {}
+    for reading in (True, "wait-ld"):
+        a, b, c, made = descriptors(k=64)
+        report = sm100_sim.launch_triton(
+            product, (1, 1), *made, 64, BM=128, BN=128, BK=64, num_warps=8,
+            options=sm100_sim.Options(sanitize=reading),
+        )  # fmt: skip
+        assert (c - a.float() @ b.float()).abs().max() < 1e-4, "right all the same"
+        kinds[reading] = {kind for cause in report.causes for kind in cause.kinds}
+    assert kinds["wait-ld"] - kinds[True] == {"load-not-waited"}
 
 
 def test_a_finding_names_the_line_and_its_text():

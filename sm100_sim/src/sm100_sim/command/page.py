@@ -83,7 +83,7 @@ def _section(number: int, name: str, cause: Cause, entries: Sequence[TraceEntry]
     labels = ("first", "second") if len(parties) > 1 else ("at",)
     parts += [_stack(label, party) for label, party in zip(labels, parties, strict=False)]
     parts.append(f"<p class=missing><b>missing:</b> {html.escape(missing)}</p>")
-    if parties and entries and parties[0].cta:
+    if parties and parties[0].cta:
         parts += [_picture(parties, entries), _timeline(parties, entries)]
     return "".join(parts)
 
