@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from cross_compile import targeting
 from project import PACKAGE
 
 import sm100_sim
@@ -68,6 +69,24 @@ def test_functions_without_kernels_run_on_the_host():
         cute.compile(count_up, from_dlpack(compiled), 5)(from_dlpack(compiled), 5)
     assert called.tolist() == list(range(3, 11)) and compiled.tolist() == list(range(5, 13))
     assert session.reports == []
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_line_information_ends_with_the_context(lines):
+    """Kernels that are compiled later are those that would have been compiled without it."""
+    from cutlass.cute.runtime import from_dlpack
+
+    source, target = torch.ones(2, 64)
+
+    def ptx():
+        arguments = from_dlpack(source), from_dlpack(target)
+        with sm100_sim.keeping_ptx():
+            return program_of(cute.compile(scale, *arguments, 2.0)).ptx
+
+    with sm100_sim.attached(lines=lines):
+        assert (".loc" in ptx()) == lines
+    with targeting():
+        assert ".loc" not in ptx()
 
 
 def test_device_queries_answer_as_a_b200():

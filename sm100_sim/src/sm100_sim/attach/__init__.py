@@ -89,13 +89,15 @@ def attached(
     sanitize: bool | str | None = None,
     trace: bool = False,
     observe: Callable[[LaunchConfig, Report], None] | None = None,
+    lines: bool = True,
 ) -> Iterator[Session]:
     """Run what is compiled and called inside in the simulator, on CPU tensors.
 
     clusters, seed, schedule, sanitize, trace: as for `launch`, for every launch inside; the
     SM100_SIM_* environment variables are read where none is given. observe: called with the
     `LaunchConfig` of each launch and its report. Yields a `Session`, whose `reports` grow with each
-    launch. Raises RuntimeError inside another `attached()`, and ImportError without PyTorch or
+    launch. lines: whether CuTe DSL compiles with line information, by which findings name the
+    source. Raises RuntimeError inside another `attached()`, and ImportError without PyTorch or
     without a compiler: the extra `attach` installs CuTe DSL, `triton` Triton.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
@@ -119,7 +121,7 @@ def attached(
                 from . import driver
 
                 stack.enter_context(applied(driver.patches()))
-                stack.enter_context(_compiling_for_target())
+                stack.enter_context(_compiling_for_target(lines))
                 stack.enter_context(applied(_dsl_patches(session)))
             if has_triton:
                 stack.enter_context(driving(session.run))
@@ -148,21 +150,24 @@ def _compilers() -> tuple[bool, bool]:
 
 
 @contextlib.contextmanager
-def _compiling_for_target() -> Iterator[None]:
+def _compiling_for_target(lines: bool) -> Iterator[None]:
+    from cutlass import cute
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
     saved = vars(variables).get("_arch")
+    # As of `keeping_ptx`: compiling copies the setting to where it would outlive this context.
+    option = cute.compile._compile_options.options[cute.GenerateLineInfo]
+    before = variables.lineinfo, option.value
     with keeping_ptx(), warnings.catch_warnings():
-        # With its lines, findings name the source. Keeping PTX bypasses the DSL's cache of compiled
-        # functions, as is meant here.
+        # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
         warnings.filterwarnings("ignore", message="Cache is disabled")
         variables.arch = devices.current().target
-        lines, variables.lineinfo = variables.lineinfo, True
+        variables.lineinfo = variables.lineinfo or lines
         try:
             yield
         finally:
-            variables._arch, variables.lineinfo = saved, lines
+            variables._arch, (variables.lineinfo, option.value) = saved, before
 
 
 @contextlib.contextmanager

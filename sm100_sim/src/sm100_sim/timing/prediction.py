@@ -176,7 +176,8 @@ def attached(
     from sm100_sim.attach import attached as simulated
 
     collector = Collector(machine, draws, chosen=chosen, step=step)
-    with simulated(clusters=1, trace=True, observe=collector.observe):
+    # The code is predicted as it would be compiled for a GPU, without line information.
+    with simulated(clusters=1, trace=True, observe=collector.observe, lines=False):
         yield collector
 
 
