@@ -11,6 +11,7 @@ from fake_timer import FakeTimer
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
 from bench.measure.packed_masks import CHOSEN, PACKED_CASES, ChosenKeys, PackedMaskedCase, seen_in
+from bench.measure.prepared import computed_case
 from bench.measure.timer import Sampling
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
@@ -137,16 +138,18 @@ def test_flex_attention_has_the_mask(monkeypatch):
 
 
 @pytest.mark.simulator
-def test_ours_in_the_simulator():
+@pytest.mark.parametrize("name", ["bits", "mask_mod", "causal"])
+@pytest.mark.sampled("bits")
+def test_ours_in_the_simulator(name):
     """Compare bits, mask_mod, and causal, which is another mask."""
     case = _case((130, 40), heads=1, keys=20)
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)
-    for provider in (mask_providers.OursMasked(), mask_providers.OursFunction()):
-        with torch.no_grad():
-            assert checking.check_forward(inputs, provider.call(inputs)).passed
-    bound = mask_providers.OursCausal()
-    plain = replace(inputs, case=bound.computed(case), expected={}, masks={})
+    provider = {
+        "bits": mask_providers.OursMasked, "mask_mod": mask_providers.OursFunction,
+        "causal": mask_providers.OursCausal,
+    }[name]()  # fmt: skip
+    own = replace(inputs, case=computed_case(provider, case), expected={}, masks={})
     with torch.no_grad():
-        out = bound.call(plain)
-    assert checking.check_forward(plain, out).passed
-    assert not checking.check_forward(inputs, out).passed
+        out = provider.call(own)
+    assert checking.check_forward(own, out).passed
+    assert checking.check_forward(inputs, out).passed == (name != "causal")
