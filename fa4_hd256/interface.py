@@ -165,7 +165,7 @@ def flash_attn_func(
     tensors: tuple[Any, ...] = (*inputs, *_NO_OTHERS, out)
     if others:
         tensors = (*ForwardTensors(*inputs, **others), out)
-    form = learnable_sink is None, out_gate is None, *others
+    form = learnable_sink is None, out_gate is None, out is None, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -321,7 +321,8 @@ def attend_sequences(
     # What the scheduler metadata is for. In graphs tensors have no marks.
     mark = None if metadata is None or is_intercepted() else marked(metadata)
     is_missing = [tensor is None for tensor in sequences]
-    form = inputs[3] is None, inputs[4] is None, *is_missing, offsets_k is offsets_q, mark, *others
+    is_missing += [inputs[3] is None, inputs[4] is None, out is None]
+    form = *is_missing, offsets_k is offsets_q, mark, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -403,9 +404,9 @@ def _find_and_run(
     """Return the results of a public function, all of whose arguments are as users give them.
 
     Nothing is checked here but gradients and out: `plans.find` has the arguments of a first call
-    checked (`resolve_call`), and those of a call like one before were checked then. tensors: fields
-    of `ForwardTensors`, then out, to which the first result is written. arguments: fields of
-    `Call`. form: as of `plans.facts_of`.
+    checked (`resolve_call`, then the plan), and those of a call like one before were checked then.
+    tensors: fields of `ForwardTensors`, then out, to which the first result is written. arguments:
+    fields of `Call`. form: as of `plans.facts_of`.
     """
     out = tensors[-1]
     # Of scales none are accepted without that of k.
@@ -433,7 +434,7 @@ def _find_and_run(
             or (gate is not None and gate.requires_grad)
         ):
             named = ForwardTensors(*tensors[:-1])
-            # No key has requires_grad: the plan may be of a call without gradients.
+            # Keys lack requires_grad, so the plan may be of a call without gradients.
             check_differentiable(named)
             results = attend_with_gradients((kind, *found, named), q, k, v, sink, gate)
         else:

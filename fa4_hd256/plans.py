@@ -24,7 +24,8 @@ operator, whose body comes here (`within`).
 NOTE [key of a plan].  What a plan and the checks before it depend on: of each tensor shape,
 strides, dtype, device and alignment; all other arguments, and their types where equal values of
 some types alone are accepted; the environment (`environment.switches`). Contents of lengths are
-checked on the CPU alone, or where the environment asks for it: there every call makes its plan.
+checked on the CPU alone, or where FA4_HD256_CHECK or FA4_HD256_CHECK_PAGES is set: there every
+call makes its plan.
 
 NOTE [guards].  To make a key takes longer than to launch. So an execution gets a guard, PyTorch's
 own of compiled code: one call in C++ that says whether tensors have the classes, dispatch keys,
@@ -293,9 +294,9 @@ assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # t
 
 def facts_of(kind: Kind, arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the facts of a call: all that it depends on beside tensors and environment.
-    arguments: the fields of `Call`, which come behind the kind. form: which tensors are present,
-    which are the same one, what the scheduler metadata is for (`part_lists.marked`), and with a KV
-    cache rotary_interleaved."""
+    arguments: the fields of `Call`, which come behind the kind. form: which tensors are
+    present, out too, since a guard looks at none that was absent; which are the same one, what the
+    scheduler metadata is for (`part_lists.marked`), and with a KV cache rotary_interleaved."""
     window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
         # Of equal sides some types alone are accepted.

@@ -270,6 +270,8 @@ CHANGES = {
     "splits": lambda q, k, v: ((q, k, v), {"num_splits": 2}),
     "scheduler": lambda q, k, v: ((q, k, v), {"use_clc": True}),
     "sink": lambda q, k, v: ((q, k, v), {"learnable_sink": torch.randn(q.shape[2])}),
+    "gate": lambda q, k, v: ((q, k, v), {"out_gate": like(q)}),
+    "out": lambda q, k, v: ((q, k, v), {"out": torch.empty_like(q)}),
 }  # fmt: skip
 
 
@@ -328,6 +330,20 @@ def test_packed_lengths_are_in_the_key(long_way):
     assert call(offsets=(0, 20, 40))
     assert not call(longest=26) and not call(offsets=(0, 5, 15, 40)) and not call(total=41)
     assert not call(used=int32(3, 4)) and call(used=int32(4, 5)) and call()
+
+
+def test_a_packed_call_with_out_is_not_one_without(long_way):
+    def call(**options):
+        packed = tensors((40, 2, 256), (40, 1, 256), (40, 1, 256))
+        longest = {"max_seqlen_q": 25, "max_seqlen_k": 25}
+        return repeats(
+            flash_attn_varlen_func, *packed, cu_seqlens_q=cu, cu_seqlens_k=cu, **longest, **options
+        )
+
+    cu = int32(0, 15, 40)
+    out = torch.empty(40, 2, 256, dtype=torch.bfloat16)
+    assert not call() and call() and call()
+    assert not call(out=out) and call(out=out) and call()
 
 
 def test_a_score_mod_is_in_the_key(long_way):
