@@ -5,9 +5,9 @@ A call without new rows is one of the attention alone (`interface.attend_sequenc
 rows is a single plan (`run.append.plan_cache`): the kernel that writes rows, then the attention. An
 eager call finds it by its tensors, in one tuple in the order of `CacheTensors`. Where something
 intercepts calls (`is_intercepted`) it is the operator `forward_kvcache`, whose body finds the same
-kind of plan. Shapes, dtypes and options are checked first (`resolve_cache_call`), contents where
-lengths and entries become tensors of the plan (`in_use`) and when it is made, and where tensors lie
-at every call (`check_memory`): all before anything is written.
+kind of plan. A first call is checked by `resolve_cache_call` and when its plan is made. Without new
+rows, `in_use` checks lengths and entries that are on the CPU before the plan is found.
+`check_memory` checks at every call where tensors lie, before anything is written.
 """
 
 from __future__ import annotations

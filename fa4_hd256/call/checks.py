@@ -1,9 +1,9 @@
-"""Everything a user can get wrong, found before anything is compiled and said in the user's words:
-what was given, what is accepted.
+"""Everything a user can get wrong, found before anything runs and said in the user's words: what
+was given, what is accepted.
 
-In two steps, each of which comes once. `Call.values` checks kinds of arguments, which an operator's
-schema could not carry (`check_kinds`). `Problem.describe`, to which eager calls and operators in
-graphs come, checks all the rest: ranges of options, tensors and their contents.
+`Call.values` checks kinds of arguments, which an operator's schema could not carry (`check_kinds`).
+`Problem.describe`, to which eager calls and operators in graphs come, checks ranges of options,
+tensors and their contents. docs/architecture.md has what is checked later, or at every call.
 """
 
 from __future__ import annotations

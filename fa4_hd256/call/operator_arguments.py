@@ -218,7 +218,7 @@ class BackwardValues(NamedTuple):
 
 class CacheTensors(NamedTuple):
     """Tensors of a call that writes new rows to a KV cache and attends to all; None where not
-    given, as out is in eager calls alone. Their meanings: `flash_attn_with_kvcache`.
+    given; out may be None in eager calls alone. Their meanings: `flash_attn_with_kvcache`.
 
     out, k_cache, v_cache: written to. lengths: (batch,) int32 rows in use before the call.
     page_table: that of the attention. new_page_table: that of the new rows, None for the same one;

@@ -1,8 +1,8 @@
 """Kernel sets: what the folder of an architecture offers to the packages that call kernels.
 
 Each has a module `architecture` with a `KERNELS` of this form; how a kernel plugs in is said in
-docs/architecture.md.  Classes are named and imported when they are needed: a call of the forward
-loads nothing of the backward, and kernels that are not written yet are simply not there.
+docs/architecture.md.  Classes of kernels are named and imported when one is built: a forward
+builds nothing of the backward. A kernel that an architecture lacks has no name there.
 """
 
 from __future__ import annotations

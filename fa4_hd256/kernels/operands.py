@@ -66,7 +66,7 @@ class SharedMemory:
     """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
 
     def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
-        # The scheduler's set-up allocates what follows the region "scheduler".
+        # The scheduler's set-up allocates the region "scheduler", the last one, itself.
         self._offsets = plan.offsets()
         self._base = allocator.allocate(self._offsets["scheduler"], SWIZZLE_ALIGNMENT)
         self._dtype = dtype

@@ -3,9 +3,9 @@
 For compiling they are described by type only, so that compiling needs no tensor and the binary
 holds no length: every size and stride is dynamic except the innermost stride, which is 1. For a
 plan they are slots: views of the tensors that it names (`call.memory.View`), numbers, and the
-stream; neither stream nor counter has an address. From tensors they carry CuTe DSL's own values,
-for who launches a kernel by itself. Kernels of the forward have their lists here, others in
-`backward_arguments`, `append_arguments` and `tail_arguments`.
+stream; neither stream nor counter has an address. From tensors (tests and bench launch single
+kernels so) they carry CuTe DSL's own values. Kernels of the forward have their lists here, others
+in `backward_arguments`, `append_arguments` and `tail_arguments`.
 
 NOTE [arguments of the forward].  One list, in two forms:
 

@@ -1,7 +1,7 @@
 """Kernels of the catalogue as `cute.compile` takes them: an object to trace, and arguments by type.
 
-Modules of kernels and of arguments are imported when one is built, so that a process whose kernels
-are all compiled imports none of them.
+Modules of kernels' code are imported when one is built, so that a process whose kernels are all
+compiled does not import them.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ __all__ = [
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
 
-#: How often this process compiled, loaded from disk, and found in memory.
+#: How often this process compiled, loaded from disk or prebuilt, and found in memory.
 counters: Counter[str] = Counter()
 
 #: By the spec, its target and CuTe DSL's settings; all else in a key is fixed.
@@ -82,10 +82,10 @@ class InProcess:
 class CompiledKernel:
     """A compiled kernel, as it is kept; the GPU and the simulator take it.
 
-    On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
-    `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.
-    `seconds` is what obtaining it took in this process, `compile_seconds` what compiling took in
-    whichever process did it.
+    On a GPU launches call what `load` returns. The simulator uses `artifacts`, `dump_to_object`,
+    `function_name`, `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's
+    own object. `seconds` is what obtaining it took in this process, `compile_seconds` what
+    compiling took in whichever process did it.
     """
 
     key: str

@@ -41,10 +41,10 @@ COMPILER = "nvidia-cutlass-dsl"
 FORMAT = 3
 
 #: What is compiled in, or says what is compiled, by its path in the package: device code, what it
-#: imports, and the types of arguments. What they import besides is not compiled in, or is in the
-#: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
-#: counts whose path names another (`OTHER`), nor for one of an architecture the folders of
-#: others: neither imports anything of the other's.
+#: imports, and the types of arguments. Their other imports (`architectures`, `environment`,
+#: `words`) are not compiled in, or are in the key itself: architecture and settings of the
+#: compiler. For a kernel of one direction nothing counts whose path names another (`OTHER`), nor
+#: for one of an architecture the folders of others: neither imports anything of the other's.
 COMPILED_IN = (
     "kernels",
     "run/append_arguments.py",

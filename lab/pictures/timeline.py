@@ -24,8 +24,8 @@ def role_timeline() -> Drawing:
         height,
         "Timeline of the forward kernel across the end of a tile",
         "A lane for each role of the leader CTA; bars of the tile that ends are blue, those of the "
-        "next tile orange. The tensor core hardly pauses: the next tile's first product is "
-        "issued before the last one of this tile.",
+        "next tile orange. The tensor core pauses twice, before QK(0') and PV(0'): the "
+        "next tile's first product is issued before the last one of this tile.",
     )
     drawing.heading(
         "One tile ends while the next has begun",

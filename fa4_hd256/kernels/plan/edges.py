@@ -149,8 +149,9 @@ class RingRecord:
     def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
         """Return the record of a role: for each field the edge whose stages it counts.
 
-        A role waits for that edge, and signals the other edge of the ring by the same state.  Where
-        it only signals a ring, it names the edge that it signals, and the parity is not used.
+        A role waits for that edge, and signals the other edge of the ring by the same state, before
+        it advances it unless the ring has one stage.  Where it only signals a ring, it names the
+        edge that it signals, and the parity is not used.
         """
         return cls(*(edges[name].waiter_state() for name in names))
 
@@ -274,7 +275,8 @@ class Barrier(SharedByReference):
         )
 
     def pointer(self, state: Any) -> cute.Pointer:
-        """The barrier of a stage; TMA loads of both CTAs complete on the leader's."""
+        """The barrier of a stage; TMA loads of both CTAs complete on the leader's, because the DSL
+        clears the peer's bit of the address."""
         return self._array.get_barrier(state.index)
 
     def wait(self, state: Any) -> None:
@@ -298,7 +300,7 @@ class Barrier(SharedByReference):
 
     def commit(self, state: Any) -> None:
         """Signal all CTAs that multiply together when all tensor-core work issued so far is done;
-        by the MMA warp."""
+        by the MMA warp, whose lane of elect.sync, which issued them, commits."""
         if self.edge.signal is Signal.COMMIT_CTA:
             self._array.arrive(state.index, None, tcgen05.CtaGroup.ONE)
         else:

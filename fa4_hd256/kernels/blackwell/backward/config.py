@@ -1,7 +1,7 @@
 """The configuration of the backward's pair kernels: budgets derived and checked here.
 
-All work on 256 queries x 128 keys at a time by CTA pairs; docs/kernels.md has the budgets that
-led to this design.
+CTA pairs work on 256 rows x 128 columns of S or dS at a time, or on 128 keys x 256 queries;
+docs/kernels.md has the budgets that led to this design.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class BackwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA, the same in all of them.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; in dK/dV each one
-    half of the queries of a lane half (`DkdvKernel._first_query`). The third warpgroup holds one
+    half of the queries of a lane half (`DkdvKernel._first_query`); in `products`, where dS is read
+    from memory, they move sums out. The third warpgroup holds one
     warp each of the other roles, and one without work.
     """
 
@@ -332,7 +333,7 @@ class DvPlan:
                 TmemRegion("dv", 0, HEAD_DIM, None, "dV accumulator, 128 x 256 float32"),
                 TmemRegion("s", s, self.step_columns, None, "S^T, 128 x 128 float32"),
                 TmemRegion("dp", dp, self.step_columns, None, "dP^T, 128 x 128 float32"),
-                TmemRegion("p0", dp, half // 2, "dp", "P of queries 0..63, dP being read"),
+                TmemRegion("p0", dp, half // 2, "dp", "P of queries 0..63, once dP is read"),
                 TmemRegion("p1", dp + half, half // 2, "dp", "P of queries 64..127"),
             )
         )

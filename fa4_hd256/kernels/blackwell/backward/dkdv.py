@@ -100,7 +100,7 @@ class DkdvTiles(KeyTiles):
 
 
 class DkdvKernel(BlackwellBackward):
-    """The dK/dV kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
+    """The dK/dV kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.
     """

@@ -99,7 +99,7 @@ class DqTiles(QueryTiles):
 
 
 class DqKernel(BlackwellBackward):
-    """The dQ kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`."""
+    """The dQ kernel for one configuration; arguments of a call: `BackwardEntry.__call__`."""
 
     tiles: DqTiles
     rows_of = "q"
@@ -119,7 +119,7 @@ class DqKernel(BlackwellBackward):
         self.result = RowResult("dQ", self.tmem_plan, is_scaled=True)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         rows, keys = k_major_operand(BLOCK_Q), k_major_operand(WARPGROUP_KEYS)
-        # dS of the two warpgroups lies at either half of dP.
+        # dS of a warpgroup lies over the half of dP that it alone reads.
         half = TmemOperand.contiguous(WARPGROUP_KEYS).step_columns
         ds = TmemOperand((*half, *(WARPGROUP_KEYS + column for column in half)))
         self.mma_s = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate), rows, keys)

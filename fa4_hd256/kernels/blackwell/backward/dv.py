@@ -3,29 +3,32 @@
 One tile is 256 keys of one KV head; one step multiplies it with 128 query rows of one of the query
 heads that share the KV head.  Scores are transposed, S^T = K Q^T: each CTA owns 128 keys, with
 their K, V, S^T, dP^T and dV, a key per lane.  It is the dQ kernel with queries and keys exchanged,
-and dO is needed in two halves that a pair cannot share, as in NOTE [two halves of K] in dq.py.
+and each CTA loads dO twice: 64 rows x 256 columns for dP, 128 rows x 128 columns for dV, as in
+NOTE [two halves of K] in dq.py.
 
 Timeline of one CTA (the MMA warp is the leader's); last is the tile's last step, 0' the next
 tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
 
     load      Q(1) dOc(0) dO(1)  ..  | K' Q(0') dOc(last) V' dO(0') ...
     mma       S(1) dV(0) dP(1)   ..  | S(0')    dV(last)  dP(0') ...
-    gradient  P(1)> dS(1)> ..        | P(0')    dV ->, >, dV ->, dS(0')> ...
+    gradient  P(1)> dS(1)> ..        | P(0')    dV out, >, dV out, dS(0')> ...
 
 where the first > is the write of P to tensor memory, and the second one that of dS to global
-memory, straight from registers.  The exp2 of a step has the time of two MMAs, S(i) done to dP(i)
-done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
-leaves store by store during the next step's exp2, so that no warp waits for the SM's queue of
-stores. dV leaves in two halves, the first one while dP(0') is computed.
+memory, straight from registers. LSE and delta of a step are loaded behind its Q.  The exp2 of a
+step has the time of two MMAs, S(i) done to dP(i) done; the move of P to tensor memory has that of
+one; dS, for which nobody waits, follows, and leaves store by store during the next step's exp2, so
+that no warp waits for the SM's queue of stores. dV leaves in two halves, the first one while dP(0')
+is computed.
 
 LSE and delta belong to columns here.  Scores therefore come to registers by quads
 (`blackwell.tmem_quads`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and
 reads 16 values of each instead of 64: of the shared memory's port, which the MMAs leave little of,
 128 clocks per step instead of 512.
 
-NOTE [P over dP].  P(i) lies over dP(i), from where a thread has read its own columns before.
-dP(i+1), which writes the same columns, is issued after dV(i), which reads them, by the same thread,
-and the MMAs of a pair execute in issue order.
+NOTE [P over dP].  P(i) lies over dP(i): each warpgroup stores P over the 64 columns of dP that it
+alone reads, when each of its warps has read its lanes of them (tcgen05.wait::ld). dP(i+1), which
+writes the same columns, is issued after dV(i), which reads them, by the same thread, and the MMAs
+of a pair execute in issue order.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ class DvTiles(KeyTiles):
 
 
 class DvKernel(BlackwellBackward):
-    """The kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
+    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
     KV head * head_parts + part.
@@ -165,7 +168,7 @@ class DvKernel(BlackwellBackward):
         is_plain = not self.functions.change.exists and not self.functions.mask_function.exists
         self.later_columns = WARPGROUP_COLUMNS // 2 if is_plain else WARPGROUP_COLUMNS
         keys, queries = k_major_operand(CTA_ROWS), k_major_operand(WARPGROUP_QUERIES, HEAD_DIM // 2)
-        # P of the two warpgroups lies at either half of dP.
+        # P of a warpgroup lies over the half of dP that it alone reads, NOTE [P over dP].
         half = TmemOperand.contiguous(WARPGROUP_QUERIES).step_columns
         p = TmemOperand((*half, *(WARPGROUP_QUERIES + column for column in half)))
         dv = MmaShape(TILE_KEYS, HEAD_DIM, is_bf16, b_mn_major=True)
@@ -315,9 +318,9 @@ class DvKernel(BlackwellBackward):
         """Issue S(0) and dP(0), then S(i), dV(i - 1), dP(i); S(0) and dP(0) of the next tile around
         the last dV of this one.  One warp of the leader CTA.
 
-        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
-        steps are skipped after it.
+        Only one tile ahead: the dynamic scheduler keeps two responses, and fetches tile t + 3 when
+        every role has read tile t + 1.  Gradient warps read it after the last MMA of tile t, so
+        tiles without steps are skipped after that MMA.
         """
         waited = ("k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free")
         rings = DvMmaRings.waiting(self.edges, *waited)
@@ -355,6 +358,7 @@ class DvKernel(BlackwellBackward):
     ) -> DvMmaRings:
         """S of a tile's first step, which waits for the tile's K."""
         context.barriers["k_loaded"].wait(rings.k)
+        # Before k_free is signalled: K has one stage, so the state's index stays 0.
         rings.k.advance()
         return self._s(context, self.num_steps(context, work) == 1, rings)
 

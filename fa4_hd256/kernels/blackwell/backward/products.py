@@ -82,7 +82,7 @@ class SumTiles(GemmTiles):
 
 
 class ProductsKernel(BlackwellBackward):
-    """Both GEMMs for one configuration; arguments of a call: `BlackwellBackward.__call__`. Tiles:
+    """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
     `GemmTiles`."""
 
     tiles: SumTiles

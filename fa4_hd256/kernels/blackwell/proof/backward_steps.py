@@ -257,7 +257,8 @@ DV_STEPS = StepTable(
             (
                 Act((wait("dv_done"), read("dv", "dV")), When.FIRST, of_tile_before=True),
                 Act((wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"))),
-                # With what changes scores it is before P that all of dV has been read, and is free.
+                # With a score_mod all of dV is drained before P is stored, and dv_free comes then:
+                # this is the later case.
                 Act((read("dv", "dV"), arrive("dv_free")), When.FIRST, of_tile_before=True),
                 Act((read("stats", "delta"), arrive("stats_free"))),
                 Act(
