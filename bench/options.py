@@ -156,6 +156,9 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
         "--all-fragments", action="store_true", help="emulate in a row's last fragment, too"
     )
     parser.add_argument("--mask", choices=("full", "causal"), help="both unless chosen")
+    parser.add_argument(
+        "--e4m3", action="store_true", help="of the kernel for q, k and v in e4m3; modelled alone"
+    )
     add_model_options(parser, draws=2)
     add_jobs_option(parser)
     add_sampling_options(parser)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bench.suite import Case
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG, P_LOG2, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.kernel_names import in_words
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
@@ -49,14 +49,18 @@ class Times:
 
 @dataclass(frozen=True)
 class Error:
-    """Errors of one mix. exp2: largest relative error of an exp2; out: relative L2, P in bf16."""
+    """Errors of one mix. exp2: largest relative error of an exp2; out: relative L2, P in bf16 or
+    e4m3."""
 
     exp2: float
     out: float
 
 
-def error_of(pattern: Ex2Pattern, rows: int = 64, keys: int = 512, seed: int = 0) -> Error:
+def error_of(
+    pattern: Ex2Pattern, rows: int = 64, keys: int = 512, seed: int = 0, is_e4m3: bool = False
+) -> Error:
     """Errors by the numpy twin, bit-exact with the device code where the polynomial is used.
+    is_e4m3: P is rounded to e4m3, 2^4 times as large.
 
     The scores are those of standard normal q and k at softmax scale 1/16; products are in float64.
     """
@@ -73,11 +77,19 @@ def error_of(pattern: Ex2Pattern, rows: int = 64, keys: int = 512, seed: int = 0
     )
     exact = np.exp2((scores.astype(np.float64) - top[:, None]) * float(np.float32(scale_log2)))
     relative = np.abs(found / exact - 1)
-    out = (round_to_bfloat16(found) @ values) / found.sum(axis=1, dtype=np.float64)[:, None]
+    rounded = _round_to_e4m3(found) if is_e4m3 else round_to_bfloat16(found)
+    out = (rounded @ values) / found.sum(axis=1, dtype=np.float64)[:, None]
     expected = (exact @ values) / exact.sum(axis=1)[:, None]
     distance = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     # Exponents far below the row's maximum are rounded as arguments, on both paths alike.
     return Error(float(relative[exact > 2.0**-8].max()), float(distance))
+
+
+def _round_to_e4m3(p: np.ndarray) -> np.ndarray:
+    """Return P as the tensor core reads it, without the factor 2^P_LOG2 that it has there."""
+    factor = 2.0**P_LOG2
+    codes = torch.from_numpy(p.astype(np.float32) * np.float32(factor)).to(torch.float8_e4m3fn)
+    return codes.double().numpy() / factor
 
 
 def grid(axes: dict[str, Sequence[int]], last_fragment_hardware: bool) -> list[Ex2Pattern]:
@@ -109,10 +121,15 @@ def case_of(seqlen: int, causal: bool) -> Case:
     return Case("sweep", ((seqlen, seqlen),) * max(1, 32768 // seqlen), *HEADS, causal)
 
 
+def config_of(pattern: Ex2Pattern, is_e4m3: bool = False) -> ForwardConfig:
+    """Return the forward's configuration with a mix; is_e4m3: for q, k and v in e4m3."""
+    return replace(E4M3_CONFIG if is_e4m3 else ForwardConfig(), ex2_pattern=pattern)
+
+
 def measured_times(
     patterns: Sequence[Ex2Pattern], causal: bool, timer: CudaTimer, sampling: Sampling
 ) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
-    """Time every mix and class, the mixes of a class interleaved, and yield each.
+    """Time every mix and class, the mixes of a class interleaved, and yield each. In bf16.
 
     Raises RuntimeError if a result is wrong.
     """
@@ -120,7 +137,7 @@ def measured_times(
         inputs = Inputs.random(case_of(seqlen, causal), timer.device, torch.bfloat16)
         calls: dict[Any, Callable[[], Any]] = {}
         for pattern in patterns:
-            provider = Ours(config=ForwardConfig(ex2_pattern=pattern))
+            provider = Ours(config=config_of(pattern))
             check = check_forward(inputs, provider.call(inputs))
             if not check.passed:
                 mix = in_words(pattern) or "hardware exp2"

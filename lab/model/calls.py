@@ -57,7 +57,9 @@ def forward_problem(
 ) -> Problem:  # fmt: skip
     """A case as the operator describes it, without its tensors; bf16. config: of the forward, None
     for the default one. kv_dtype: of K and V, as `ProblemClass`."""
-    known = kernels_of(architecture).forward_tiles(config, kv_dtype)
+    q_dtype = None if config is None else config.tiles.q_dtype
+    kv_dtype = kv_dtype or q_dtype
+    known = kernels_of(architecture).forward_tiles(config, kv_dtype, q_dtype)
     ragged: tuple[str, ...] = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
     if case.page_size:
         ragged = ("seqused_k", "page_table")
@@ -69,7 +71,7 @@ def forward_problem(
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        architecture, tiles, packed, page_size=case.page_size,
+        architecture, tiles, packed, page_size=case.page_size, q_dtype=q_dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from bench.measure.exp2 import (
     SEQLENS,
     Times,
     case_of,
+    config_of,
 )
 from bench.processes import stream
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from lab.model import ours
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
@@ -29,9 +29,11 @@ from sm100_sim.timing import Machine, load
 SAMPLE = SAMPLES[-1]
 
 
-def replayed(pattern: Ex2Pattern, kind: Kind, machine: Machine, draws: int) -> Replayed:
+def replayed(
+    pattern: Ex2Pattern, kind: Kind, machine: Machine, draws: int, is_e4m3: bool = False
+) -> Replayed:
     """The sample under one mix."""
-    config = ForwardConfig(ex2_pattern=pattern)
+    config = config_of(pattern, is_e4m3)
     variant = ours.Variant(kind, config=config, samples=(SAMPLE,))
     return ours.replays(variant, machine, draws)[0]
 
@@ -46,17 +48,24 @@ def with_mix(kernel: Kernel, run: Replayed, hardware: Replayed) -> Kernel:
     return replace(kernel, costs=costs, paths=kernel.paths + Paths.of([run]))
 
 
-def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
-    pattern, causal, machine, draws = job
-    return replayed(pattern, Kind(causal), load(machine), draws)
+def _replayed(job: tuple[Ex2Pattern, bool, str, int, bool]) -> Replayed:
+    pattern, causal, machine, draws, is_e4m3 = job
+    return replayed(pattern, Kind(causal), load(machine), draws, is_e4m3)
 
 
 def modelled_times(
-    patterns: Sequence[Ex2Pattern], causal: bool, machine: str, draws: int, jobs: int
+    patterns: Sequence[Ex2Pattern],
+    causal: bool,
+    machine: str,
+    draws: int,
+    jobs: int,
+    is_e4m3: bool = False,
 ) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
-    """Yield every mix and class, as `with_mix` says. The first of the patterns is hardware only."""
-    todo = [(pattern, causal, machine, draws) for pattern in patterns]
-    base = ours.Ours().forward(ours.Variant(Kind(causal)), load(machine), draws)
+    """Yield every mix and class, as `with_mix` says. The first of the patterns is hardware only.
+    is_e4m3: of the kernel for q, k and v in e4m3."""
+    todo = [(pattern, causal, machine, draws, is_e4m3) for pattern in patterns]
+    variant = ours.Variant(Kind(causal), config=config_of(HARDWARE_ONLY, True) if is_e4m3 else None)
+    base = ours.Ours(variant.config).forward(variant, load(machine), draws)
     hardware: Any = None
     for pattern, run in zip(patterns, stream(_replayed, todo, jobs), strict=True):
         hardware = hardware or run

@@ -21,7 +21,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.check.single_kernels import empty_results, empty_stats
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
-from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_TILES, TILES, ForwardConfig
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.arguments import CallTensors, call_arguments
@@ -192,13 +192,14 @@ class Ours(OurProvider):
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant | DecodeVariant:
         kind, rows, problem = Kind.of(case), None, self._problem(case)
-        if direction == FORWARD and problem.tiles != TILES:
+        config = self.config if problem.tiles == E4M3_TILES else None
+        if direction == FORWARD and problem.tiles not in (TILES, E4M3_TILES):
             return DecodeVariant.of(case, problem, use_clc, divided)
         if divided:
             # Costs follow how many rows a tile has, which store their O; windowed samples have all.
             rows = ROWS if kind.window else min(case.seqlen_q * problem.packed_heads, ROWS)
         return Variant(
-            kind, use_clc, split_rows=rows, kernel=direction, page_size=case.page_size
+            kind, use_clc, config, split_rows=rows, kernel=direction, page_size=case.page_size
         )  # fmt: skip
 
     def forward(self, variant: Variant | DecodeVariant, machine: Machine, draws: int) -> Kernel:
@@ -211,6 +212,7 @@ class Ours(OurProvider):
         tiling = ForwardTiling(
             variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
             dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
+            kv_bytes=config.element_bytes,
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         if variant.short:
@@ -336,6 +338,8 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     limits = (longest or queries, longest or keys) if kind.packed else (None, None)
     # The forward's own tiles, however few the rows.
     config = variant.config if isinstance(variant.config, ForwardConfig) else ForwardConfig()
+    if config.is_e4m3:
+        tensors = tuple(one.to(torch.float8_e4m3fn) for one in tensors[:3])
     problem = Problem.describe(tensors[:3], options, None, ragged, limits[0], limits[1], config)
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
@@ -349,9 +353,10 @@ def forward_call(
     """Return (compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first;
     ragged: those of the problem, in its order."""
     config: Any = variant.config or ForwardConfig()
-    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
+    compiled = compile_kernel(KernelSpec(config.tiles.kind, config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)
-    (q, k, v), (out, lse) = tensors[:3], results
+    # Kernels take e4m3 in twos, as elements of 16 bits.
+    (q, k, v), (out, lse) = (one.view(problem.dtype) for one in tensors[:3]), results
     given = CallTensors(q, k, v, out, lse, ragged)
     return compiled, call_arguments(given, problem, ONE_PAIR, 0)
 
