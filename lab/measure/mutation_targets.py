@@ -25,6 +25,7 @@ from fa4_hd256 import (
 )
 from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import DESCALES, E4M3
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 from sm100_sim import Options, attached
@@ -154,6 +155,12 @@ def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
     return cast(torch.Tensor, flash_attn_func(q, k, v, **options))
 
 
+def _in_e4m3(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    """Call attention with q, k and v in e4m3."""
+    scales = dict.fromkeys(DESCALES, torch.ones(1))
+    return _dense([tensor.to(E4M3) for tensor in tensors], **scales, **options)
+
+
 def _packed(
     tensors: list[torch.Tensor], lengths: tuple[Lengths, ...] = (LENGTHS,), **options: Any
 ) -> torch.Tensor:
@@ -269,6 +276,7 @@ def _targets() -> Iterator[Target]:
         scheduler = "dynamic" if clc else "static"
         for name, call, options, shapes in (
             ("full", _dense, {}, SHAPES),
+            ("e4m3", _in_e4m3, {}, SHAPES),
             ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, every, packed),

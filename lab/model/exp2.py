@@ -71,7 +71,7 @@ def modelled_times(
         hardware = hardware or run
         kernel = with_mix(base, run, hardware)
         figures = path_figures(kernel.paths)
-        clocks = STEP_WORK * kernel.costs[0].rate
+        clocks = STEP_WORK * kernel.tiling.operand_bytes / 2 * kernel.costs[0].rate
         for name, seqlen in SEQLENS.items():
             schedules = kernel.run(case_of(seqlen, causal))
             seconds = np.array([schedule.seconds for schedule in schedules])

@@ -100,6 +100,8 @@ class Variant:
         """The scheduler's warp requests when the load warp has a few steps left, which itself is as
         far ahead as its ring has stages."""
         step = STEP_WORK if self.kernel == FORWARD else DKDV
+        if isinstance(self.config, ForwardConfig):
+            step *= self.config.element_bytes / 2
         return Late((CLAIM_STEPS + LOADS_AHEAD) * step) if self.use_clc else 0
 
     def num_splits(self, sample: Sample) -> int:
@@ -212,12 +214,12 @@ class Ours(OurProvider):
         tiling = ForwardTiling(
             variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
             dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
-            kv_bytes=config.element_bytes,
+            kv_bytes=config.element_bytes, operand_bytes=config.element_bytes,
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         if variant.short:
             short = few, many = replays(variant.short, machine, draws)
-            costs = with_least(costs, few, many, STEP_WORK)
+            costs = with_least(costs, few, many, STEP_WORK * config.element_bytes / 2)
             found = [*found, *short]
 
         def in_two(case: Case) -> InTwo | None:

@@ -95,9 +95,11 @@ class ForwardTiling:
     be numbered as `fa4_hd256.schedulers.order.PackedBlocks` says. num_splits: KV splits of a tile;
     equal_parts: of equal size but for the last ones, which may be empty, else as even as can be;
     dependent: what makes one result of them is launched as a dependent. kv_bytes: of an element of
-    K or V. prefetches: whether the queries of the next tile are loaded while a tile is worked on,
-    claims: how many tiles a cluster has claimed ahead, both as `sm100_sim.timing.schedule` takes
-    them; O leaves behind the tile in any case. gpu: whose L2 the order is made for; order: how.
+    K or V. operand_bytes: of an element of what the tensor core multiplies, which takes as long for
+    a byte whatever the type. prefetches: whether the queries of the next tile are loaded while a
+    tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
+    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
+    order is made for; order: how.
     """
 
     policy: str
@@ -114,6 +116,7 @@ class ForwardTiling:
     equal_parts: bool = False
     dependent: bool = False
     kv_bytes: float = 2.0
+    operand_bytes: float = 2.0
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
@@ -301,10 +304,13 @@ def _forward_tile(
     ]
     steps, masked = (sum(counts) / tiling.warpgroups for counts in zip(*found))
     flop = 4 * tiling.rows * tiling.keys * tiling.head_dim
-    step = flop / SM100_FLOP_PER_CLOCK / tiling.cluster
+    step = flop / SM100_FLOP_PER_CLOCK / tiling.cluster * tiling.operand_bytes / 2
     # Q is read, O written; parts of it in float32. Rows past the last query are neither.
     elements = (end - begin) * (tiling.rows // queries) * tiling.head_dim
-    reads, writes = 2.0 * elements, (2.0 if tiling.num_splits == 1 else 4.0) * elements
+    reads, writes = (
+        tiling.operand_bytes * elements,
+        (2.0 if tiling.num_splits == 1 else 4.0) * elements,
+    )
     return Tile(
         step * steps, own_bytes=reads + writes, reads=reads, writes=writes,
         masked=step * masked * (case.bounds[0] is not None),
