@@ -48,6 +48,14 @@ AGREEMENTS = (
     Column("scored_max", format=".4f", title="largest there"),
     Column("best", format=".2%", title="the likeliest token is the same"),
 )  # fmt: skip
+KERNELS = (
+    Column("model"), Column("mode"), Column("backend"), Column("kernel"),
+    Column("calls", format=".2f", title="calls a step"), Column("time", "us", ".1f", "of a step"),
+)  # fmt: skip
+#: Kernels of a backend that the table has, those that take longest, and characters of a name.
+MOST_KERNELS, NAME = 8, 72
+#: Tokens of a profiled run.
+PROFILED = 17
 #: Suffix of a backend's name, for its second answers.
 AGAIN = ", again"
 
@@ -104,9 +112,11 @@ class Bench:
     program: Sequence[str] = PROGRAM
     #: Arguments of `LLM` that replace those of `engine_arguments`.
     replaced: dict[str, Any] | None = None
+    #: Whether steps that decode are profiled, too.
+    kernels: bool = False
 
-    def rows(self, kind: str, mode: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the rows of both tables of a model served in a mode."""
+    def rows(self, kind: str, mode: str) -> tuple[list[dict[str, Any]], ...]:
+        """Return the rows of each table of a model served in a mode."""
         model = self.folder / kind.replace(" ", "-")
         if not model.is_dir():
             place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,12 +124,13 @@ class Bench:
         found = {name: {"model": kind, "mode": mode, "backend": name} for name in self.backends}
         with self._children(kind, mode, model, found) as children:
             answers = self._measured(children, found)
+            kernels = self._profiled(children, found) if self.kernels else []
         pairs = [
             {"model": kind, "mode": mode, "one": one, "other": other, **apart._asdict()}
             for one, other, apart in _agreements(answers)
         ]
         total = sum(map(len, self.load.prompts(self.size.vocabulary)))
-        return [_row(row, self.load, total) for row in found.values()], pairs
+        return [_row(row, self.load, total) for row in found.values()], pairs, kernels
 
     @contextmanager
     def _children(
@@ -181,6 +192,21 @@ class Bench:
                     )
         return answers
 
+    def _profiled(
+        self, children: dict[str, Child], found: dict[str, dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the rows of kernels: those of each backend that take longest."""
+        prompts, rows = self.load.prompts(self.size.vocabulary), []
+        for name, child in [*children.items()]:
+            with _noted(children, found, name):
+                answer = child.ask(do="profile", texts=prompts, tokens=PROFILED)
+                where = {key: found[name][key] for key in ("model", "mode", "backend")}
+                rows += [
+                    where | {"kernel": kernel[:NAME], "calls": calls, "time": time}
+                    for kernel, calls, time in answer["kernels"][:MOST_KERNELS]
+                ]
+        return rows
+
     def _round(self, child: Child, found: dict[str, Any], prompts: list[list[int]]) -> None:
         """Add the times of a round: the first tokens of all prompts, then all tokens."""
         for tokens, seconds in found["seconds"].items():
@@ -234,7 +260,7 @@ def tables(
 ) -> list[Table]:
     """Return the tables of rates and of agreement. jobs: models and modes."""
 
-    def found(job: tuple[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def found(job: tuple[str, str]) -> tuple[list[dict[str, Any]], ...]:
         with progress.step(f"serving {job[0]}, {job[1]}"):
             return bench.rows(*job)
 
@@ -253,11 +279,17 @@ def tables(
         "generated tokens before the first difference of a request, and over all tokens of the "
         "scored texts."
     )
-    rates, pairs = ([row | origin for rows in of_jobs for row in rows[part]] for part in (0, 1))
-    return [
+    rates, pairs, kernels = (
+        [row | origin for rows in of_jobs for row in rows[part]] for part in range(3)
+    )
+    made = [
         limit.noted(Table("vllm", "Models served by vLLM", RATES, rates, (text,))),
         Table("vllm", "Agreement of vLLM's backends", AGREEMENTS, pairs, (judged,)),
     ]
+    if bench.kernels:
+        profiled = f"{MOST_KERNELS} kernels of each backend, by PyTorch's profiler."
+        made.append(Table("vllm", "Steps that decode", KERNELS, kernels, (profiled,)))
+    return made
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -280,7 +312,9 @@ def main(arguments: argparse.Namespace) -> int:
     origin = {BASIS: "measured", MACHINE: torch.cuda.get_device_name()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.logs or Path(scratch)
-        bench = Bench(size, load, arguments.backend or SERVED_BACKENDS, folder)
+        bench = Bench(
+            size, load, arguments.backend or SERVED_BACKENDS, folder, kernels=arguments.kernels
+        )
         found = tables(bench, jobs, limit, origin)
     emit(found, arguments)
     return int(any(row["status"] != "ok" for row in found[0].rows))

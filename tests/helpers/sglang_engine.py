@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 
-import no_torchvision  # noqa: F401
+import absent_packages  # noqa: F401
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-import no_torchvision  # noqa: F401
+import absent_packages  # noqa: F401
 from checkout import ROOT
 from planned_kernels import planned_kernels
 from sglang.srt.arg_groups import choices, overrides, speculative_hook

@@ -59,8 +59,8 @@ def layer_of(device):
 def results(layer, hidden, upstream):
     """Return the layer's result and the gradients of its input and of its parameters, float32."""
     hidden = hidden.clone().requires_grad_()
-    positions = torch.arange(ROWS, device=hidden.device)[:, None] * 0.01 ** torch.linspace(0, 1, 32)
-    angles = torch.cat((positions, positions), -1)[None]
+    positions = torch.arange(ROWS)[:, None] * 0.01 ** torch.linspace(0, 1, 32)
+    angles = torch.cat((positions, positions), -1)[None].to(hidden.device)
     rotation = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
     out, _ = layer(hidden, rotation, None)
     leaves = [hidden, *layer.parameters()]

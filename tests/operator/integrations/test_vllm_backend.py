@@ -247,7 +247,9 @@ def layer_of_kind(config, kind, monkeypatch):
     if kind == "batch invariant":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     object.__setattr__(config, "model_config", model_of(is_mm_prefix_lm=kind == "images"))
-    options = {"cache_config": config.cache_config} if kind == "e4m3" else LAYERS[kind]
+    options = {"cache_config": config.cache_config} if kind == "e4m3" else dict(LAYERS[kind])
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(place())
     return layer_of(config, **options)
 
 
@@ -264,7 +266,8 @@ def test_kernels_of_steps_are_known_before(config, monkeypatch, kind, scheduler)
     device = place()
     spec = layer.get_kv_cache_spec(config)
     known = kernels.kernels_of_layers(spec, [NAME], config, device)
-    assert len(found) > 3
+    # On Hopper encoders have three: no query of theirs is one of few.
+    assert len(found) >= 3
     assert found <= set(known), found - set(known)
 
 
