@@ -312,6 +312,7 @@ def main(arguments: argparse.Namespace) -> int:
     origin = {BASIS: "measured", MACHINE: torch.cuda.get_device_name()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.logs or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(
             size, load, arguments.backend or SERVED_BACKENDS, folder, kernels=arguments.kernels
         )

@@ -164,6 +164,10 @@ def tma_can_take(tensor: Strided) -> bool:
         return True
     if tensor.data_ptr() % TMA_ALIGNMENT:
         return False
+    if tensor.is_contiguous():  # of most calls, and found in a tenth of the time
+        row = tensor.shape[-1] * tensor.element_size()
+        if row % TMA_ALIGNMENT == 0 and tensor.nbytes < TMA_STRIDE_LIMIT:
+            return True
     *outer, last = zip(tensor.shape, tensor.stride())
     if last[0] > 1 and last[1] != 1:
         return False
@@ -287,10 +291,17 @@ def check_apart(
     among any arguments. what: begins the error."""
     if out.is_meta:
         return
+    device, (begin, end) = out.device, memory_span(out)
     for tensor in inputs:
-        if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            if share_memory(out, tensor):
-                raise ValueError(f"{what}; accepted: memory of its own")
+        # First what tells most tensors apart in the least time.
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.device == device
+            and (other := tensor.data_ptr()) < end
+            and (other >= begin or memory_span(tensor)[1] > begin)
+            and share_memory(out, tensor)
+        ):
+            raise ValueError(f"{what}; accepted: memory of its own")
 
 
 # ---------------------------------------------------------------- shared

@@ -161,7 +161,7 @@ class Impl(AttentionImpl[Metadata]):
         if attn_metadata is None:
             return output.fill_(0)
         for requests in attn_metadata.requests:
-            q, out = query[requests.rows], output[requests.rows]
+            q, out = _of_requests(query, requests), _of_requests(output, requests)
             causal = requests.causal and not self.is_encoder
             sides = self.reach, 0 if causal else self.reach
             if self.is_encoder:
@@ -199,11 +199,9 @@ class Impl(AttentionImpl[Metadata]):
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sides: tuple[int | None, int | None],
     ) -> Callable[..., Any]:
-        """Return a call without its `out`. inputs: q, k, v. sides: keys that a query sees to the
-        left and to the right of its own."""
+        """Return a call without its `out`. inputs: q as of `_of_requests`, k, v. sides: keys that a
+        query sees to the left and to the right of its own."""
         options: dict[str, Any] = {
-            "cu_seqlens_q": requests.starts,
-            "max_seqlen_q": requests.longest_q,
             "max_seqlen_k": requests.longest_k,
             "softmax_scale": self.scale,
             "window_size": sides,
@@ -212,6 +210,9 @@ class Impl(AttentionImpl[Metadata]):
             "score_mod": self._score_mod(inputs[0].device),
             "batch_invariant": self.batch_invariant,
         }
+        if requests.each is None:
+            options["cu_seqlens_q"] = requests.starts
+            options["max_seqlen_q"] = requests.longest_q
         if self.is_encoder:
             options["cu_seqlens_k"] = requests.starts
             options["max_seqlen_k"] = requests.longest_q
@@ -250,7 +251,9 @@ class Impl(AttentionImpl[Metadata]):
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of keys and of values, (blocks, block size, heads_kv, 256)."""
-        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        # PyTorch's `split` takes twice as long, a method of Python.
+        halves = self.head_size, self.head_size
+        k_cache, v_cache = kv_cache.transpose(1, 2).split_with_sizes(halves, -1)
         return k_cache, v_cache
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,6 +264,15 @@ class Impl(AttentionImpl[Metadata]):
         if self._slopes is not None and self._alibi is None:
             self._alibi = alibi(torch.tensor(self._slopes, dtype=torch.float32, device=device))
         return self._alibi
+
+
+def _of_requests(tensor: torch.Tensor, requests: Requests) -> torch.Tensor:
+    """Return a call's rows, (rows, heads, 256), or (requests, queries of each, heads, 256) where it
+    is dense."""
+    rows = requests.rows
+    if rows.stop - rows.start != tensor.shape[0]:
+        tensor = tensor[rows]
+    return tensor if requests.each is None else tensor.unflatten(0, (-1, requests.each))
 
 
 def _write_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from ...models import AttentionModel, Mask
-from ...run.ahead.needs import Needs
+from ...run.ahead.needs import USES, Needs
 from ...run.catalogue import KernelSpec
 from ...warm import load
 from ..engine_kernels import engine_kernels
 
-__all__ = ["kernels_of_layers", "warm_up"]
+__all__ = ["MOST_DENSE", "kernels_of_layers", "warm_up"]
+
+_DECODE = "decode"
+#: The most queries of a request in a dense call.
+MOST_DENSE = USES[_DECODE] or 0
 
 
 def warm_up(
@@ -68,7 +73,10 @@ def _of_layer(
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         alibi=impl.has_alibi,
     )
-    return engine_kernels(model, needs, device)
+    yield from engine_kernels(model, needs, device)
+    if not (impl.is_encoder or needs.batch_invariant):
+        dense = replace(needs, uses=(_DECODE,), forms=("paged",))
+        yield from engine_kernels(model, dense, device)
 
 
 def _masks(impl: Any, vllm_config: Any) -> tuple[Mask, ...]:

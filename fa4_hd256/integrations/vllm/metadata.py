@@ -9,6 +9,10 @@ Each gets the kernel and the KV splits of its own lengths. Where requests have a
 the two are those that are causal and those that are not. The other's requests then have no keys,
 so their rows are 0, and the results are added.
 
+NOTE [dense].  Where all requests that decode have equally many queries, q is a dense tensor. The
+call then has no offsets, and no kernel that fills rows behind the last one. In a graph's batch the
+requests of padding have no keys, so that their rows are 0.
+
 NOTE [images].  Rows of an image see all of its rows, those behind them too (vLLM's mm_prefix). They
 are computed with all rows, then again: each image is a request of its own that ends where the image
 ends, and is not causal. The second result replaces the first.
@@ -17,7 +21,8 @@ NOTE [bounds].  A call's plan is found again by its bounds, among other things. 
 grows with every step, and a new plan takes the host longer than a step. So the bound of keys is
 rounded up, to four values between a power of two and the next. It is a bound and no length.
 
-NOTE [batch invariance].  A row's bits depend on the kernel and on the KV splits, which follow from
+NOTE [batch invariance].  Calls are never dense: rows of prompts and of decoding have the same
+kernels. A row's bits depend on the kernel and on the KV splits, which follow from
 the bounds of a call. So these bounds are fixed: by the model, not by the batch. Rows of prompts
 always take the kernel for many rows, where a row's bits do not depend on its place in a tile.
 """
@@ -40,7 +45,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from .kernels import warm_up
+from .kernels import MOST_DENSE, warm_up
 
 __all__ = ["Builder", "Images", "Metadata", "Requests"]
 
@@ -56,7 +61,8 @@ class Requests:
 
     rows: of q. places: of the requests in the batch. starts: (requests + 1,) int32, offsets of
     queries, from 0. seq_lens: (requests,) int32, keys. longest_q, longest_k: bounds of both. adds:
-    whether results are added to those of the call before.
+    whether results are added to those of the call before. each: queries of every request where the
+    call is dense, else None: NOTE [dense].
     """
 
     rows: slice
@@ -68,6 +74,7 @@ class Requests:
     longest_k: int
     causal: bool
     adds: bool = False
+    each: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Images:
     block_table: torch.Tensor
     longest_q: int
     longest_k: int
+    each: None = None
 
 
 @dataclass
@@ -212,8 +220,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Return the requests of these places, whose queries are rows `begin` to `end`."""
         last = None if places.stop is None else places.stop + 1
         starts = common.query_start_loc[places.start : last]
+        end = common.num_actual_tokens if end is None else end
         return Requests(
-            slice(begin, common.num_actual_tokens if end is None else end),
+            slice(begin, end),
             places,
             starts - begin if begin else starts,
             common.seq_lens[places],
@@ -221,7 +230,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             longest_q,
             self._longest_k(common),
             common.causal is True,
+            each=self._each(longest_q, starts.shape[0] - 1, end - begin),
         )
+
+    def _each(self, longest: int, count: int, rows: int) -> int | None:
+        """NOTE [dense]. longest: bound of the queries of so many requests, which have so many
+        rows."""
+        is_few = longest <= min(self._decode_queries, MOST_DENSE)
+        return longest if is_few and longest * count == rows and not self.is_invariant else None
 
     def _by_causality(self, common: CommonAttentionMetadata) -> tuple[Requests, ...]:
         """Return two calls of all requests. The host does not know the flags."""

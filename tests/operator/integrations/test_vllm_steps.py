@@ -73,6 +73,26 @@ def test_a_mixed_step(config, layer_options, options):
     accurate(step, q, output, cache, causal=True, **options)
 
 
+def test_requests_with_equally_many_queries(config):
+    """They are a dense call, without offsets; a graph's requests of padding have no keys."""
+    layer, step = layer_of(config), Step([1, 1, 1], [37, 5, 300])
+    starts, keys = [0, 1, 2, 3, 3], [37, 5, 300, 0]
+    padded = step.common(
+        query_start_loc=int32(starts), query_start_loc_cpu=int32(starts, "cpu"),
+        seq_lens=int32(keys), seq_lens_cpu_upper_bound=int32(keys, "cpu"), num_reqs=4,
+        num_actual_tokens=4, block_table_tensor=torch.cat((step.table, step.table[:1] * 0)),
+    )  # fmt: skip
+    step.padding, step.rows = 1, 4
+    metadata = builder_of(config, layer).build(0, padded)
+    assert [one.each for one in metadata.requests] == [1]
+    cache = new_cache(step)
+    q, _, _, output = attended(config, layer, step, cache, metadata)
+    accurate(step, q, output, cache, causal=True)
+    assert not output[3:].any()
+    fewer = metadata_of(config, layer, Step([1, 0], [37, 0]))
+    assert [one.each for one in fewer.requests] == [None]
+
+
 def test_a_step_over_e4m3(config):
     """The layer's scales are those of all keys and of all values."""
     config.cache_config.cache_dtype = "fp8"
