@@ -165,8 +165,11 @@ def tma_can_take(tensor: Strided) -> bool:
     if tensor.data_ptr() % TMA_ALIGNMENT:
         return False
     if tensor.is_contiguous():  # of most calls, and found in a tenth of the time
-        row = tensor.shape[-1] * tensor.element_size()
-        if row % TMA_ALIGNMENT == 0 and tensor.nbytes < TMA_STRIDE_LIMIT:
+        size = tensor.element_size()
+        if (
+            tensor.shape[-1] * size % TMA_ALIGNMENT == 0
+            and tensor.numel() * size < TMA_STRIDE_LIMIT
+        ):
             return True
     *outer, last = zip(tensor.shape, tensor.stride())
     if last[0] > 1 and last[1] != 1:
