@@ -266,7 +266,7 @@ def test_kernels_of_steps_are_known_before(config, monkeypatch, kind, scheduler)
     device = place()
     spec = layer.get_kv_cache_spec(config)
     known = kernels.kernels_of_layers(spec, [NAME], config, device)
-    # On Hopper encoders have three: no query of theirs is one of few.
+    # Of encoders there are three on Hopper.
     assert len(found) >= 3
     assert found <= set(known), found - set(known)
 

@@ -74,7 +74,7 @@ def test_a_mixed_step(config, layer_options, options):
 
 
 def test_requests_with_equally_many_queries(config):
-    """Such a step is a dense call, without offsets; a graph's requests of padding have no keys."""
+    """Call without offsets, on dense queries; a graph's requests of padding have no keys."""
     layer, step = layer_of(config), Step([1, 1, 1], [37, 5, 300])
     starts, keys = [0, 1, 2, 3, 3], [37, 5, 300, 0]
     padded = step.common(
