@@ -18,7 +18,7 @@ from bench.measure.timer import COLD, L2_STATES, Sampling
 from bench.measure.training_shape import Shape
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
-from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP, YARDSTICK
+from bench.tables.comparison import BOUND, FUNCTION, OURS, OURS_BF16, SOFTCAP, YARDSTICK
 from bench.tables.results import add_output_options
 from bench.tables.shape_options import add_shape_options
 from fa4_hd256.kernels.blackwell import tuning
@@ -52,7 +52,7 @@ MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 REFERENCE = "SDPA float32"
 ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded as kernels do")
 #: Types of `throughput`.
-DTYPES = ("bf16", "fp16")
+DTYPES = ("bf16", "fp16", "e4m3")
 
 
 def machine(text: str) -> str:
@@ -247,9 +247,10 @@ def throughput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider",
         action="append",
-        choices=PROVIDERS,
+        choices=(*PROVIDERS, OURS_BF16),
         metavar="NAME",
-        help=f"of {'; '.join(PROVIDERS)}; repeatable, all unless chosen, measured without the last",
+        help=f"of {'; '.join(PROVIDERS)}; repeatable, all unless chosen, measured without the "
+        f"last; with --dtype e4m3 of {OURS}; {OURS_BF16}",
     )
     suite.add_selection(parser)
     add_output_options(parser)

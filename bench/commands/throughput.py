@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench import suite
-from bench.measure.providers import Provider, default_providers
+from bench.measure.providers import Ours, OursInBf16, Provider, default_providers
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling
@@ -26,7 +26,7 @@ from bench.tables.comparison import LIKELY, OURS, YARDSTICK
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from fa4_hd256.kernels.problem_class import E4M3
 
 #: Columns of ours against its peers, in every table that has them.
 STANDING_COLUMNS = (
@@ -37,7 +37,7 @@ STANDING_COLUMNS = (
 )  # fmt: skip
 #: What the spread of a measured ratio is over.
 SAMPLES = "turns of the interleaved runs"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -130,7 +130,9 @@ def summary(rows: list[dict[str, Any]]) -> Table | None:
     return Table("throughput", title, columns, found, (note,), plot)
 
 
-def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
+def times_of(
+    row: dict[str, Any], case: Case, direction: str, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """Return a measured row's microseconds of ours and of the best peer, the rate at which ours
     takes in K and V if each is read once, and power; None where it is not known."""
     details = row["details"]
@@ -138,7 +140,7 @@ def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
     milliseconds = ours.get("median_ms")
     rate = None
     if milliseconds and direction == FORWARD:
-        rate = case.kv_elements * ELEMENT_BYTES / milliseconds / 1e9
+        rate = case.kv_elements * dtype.itemsize / milliseconds / 1e9
     us = (None if t is None else 1e3 * t for t in (milliseconds, peer.get("median_ms")))
     names = "us", "peer_us", "kv_rate", "power_watts"
     return dict(zip(names, (*us, rate, ours.get("power_watts")), strict=True))
@@ -157,9 +159,20 @@ def standing_note(samples: str) -> str:
     )
 
 
-def chosen_providers(names: list[str] | None) -> list[Provider]:
+def chosen_providers(
+    names: list[str] | None, dtype: torch.dtype = torch.bfloat16
+) -> list[Provider]:
     """Return the providers of these names; None for all but the one whose runs take longer than all
-    others'."""
+    others'. In e4m3, which no other offers at head_dim 256, ours is beside itself in bf16. Raises
+    ValueError for a name that does not take the dtype."""
+    if dtype == E4M3:
+        ours: list[Provider] = [Ours(), OursInBf16()]
+        if refused := set(names or ()) - {one.name for one in ours}:
+            raise ValueError(
+                f"{', '.join(sorted(refused))}: no q, k and v in e4m3 at head_dim 256; accepted "
+                f"with --dtype e4m3: {', '.join(one.name for one in ours)}"
+            )
+        return [one for one in ours if not names or one.name in names]
     known = default_providers()
     return [one for one in known if (one.name in names if names else one.name != YARDSTICK)]
 
@@ -168,13 +181,17 @@ def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
     if arguments.modelled or not torch.cuda.is_available():
         return modelled("throughput", arguments)
+    dtype = DTYPES[arguments.dtype]
     directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
+    if dtype == E4M3:
+        if arguments.direction not in (None, FORWARD):
+            raise ValueError("--dtype e4m3 --direction backward: there are no gradients in e4m3")
+        directions = [FORWARD]
     cases = [(case, direction) for direction in directions for case in suite.selected(arguments)]
     sampling = Sampling(arguments.warmup, arguments.runs)
     timer = CudaTimer(l2=arguments.l2)
-    providers = chosen_providers(arguments.provider)
+    providers = chosen_providers(arguments.provider, dtype)
     limit = TimeLimit(arguments.within)
-    dtype = DTYPES[arguments.dtype]
     jobs = limit.begun(cases)
     begun = (measured(job, providers, timer, sampling, dtype) for job in jobs)
     rows = ready(begun, len(cases), columns_of([one.name for one in providers]), "measuring")
@@ -192,4 +209,4 @@ def measured(
     """Return the row of a case and direction; `failed`: ours was run and broke, or was wrong."""
     (row,) = measured_rows([job], providers, timer, sampling, dtype)
     failed = bool(row["details"].get(OURS, {}).get("failed"))
-    return row | times_of(row, *job) | {"l2": timer.l2, "failed": failed}
+    return row | times_of(row, *job, dtype) | {"l2": timer.l2, "failed": failed}

@@ -12,6 +12,7 @@ import torch
 
 from bench.suite import Case
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.problem_class import E4M3
 
 from .masks import MaskedCase
 from .providers import Inputs, Provider
@@ -134,8 +135,13 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
     checks = []
     for block in (block for place in _blocks(inputs.case) for block in place):
         if block not in inputs.expected:
-            operands = block.operands(inputs)
-            inputs.expected[block] = reference.Expected.of(operands, **_options(inputs.case, block))
+            operands, options = block.operands(inputs), _options(inputs.case, block)
+            if inputs.q.dtype == E4M3:
+                operands = tuple(operand.double() for operand in operands)
+                expected = reference.Expected.of_e4m3(operands, torch.bfloat16, **options)
+            else:
+                expected = reference.Expected.of(operands, **options)
+            inputs.expected[block] = expected
         found = block.queries(inputs, out)[None].cpu()
         # Only out is compared: providers do not all return LSE.
         lse = torch.zeros(1, len(block.heads), found.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -13,10 +13,11 @@ import torch
 
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
-from bench.tables.comparison import OURS
+from bench.tables.comparison import OURS, OURS_BF16
 from fa4_hd256.gpus.family import describe_family, of_capability
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import E4M3
 
 #: Compute capability of the GPUs that FROST's kernels are for, and flash-attn-4's for SM100.
 BLACKWELL_MAJOR = 10
@@ -90,7 +91,7 @@ class Inputs:
 
     @classmethod
     def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """Standard normal, the same for every provider."""
+        """Standard normal, the same for every provider; in e4m3, rounded from bfloat16."""
         generator = torch.Generator(device).manual_seed(0)
         totals = [sum(lengths) for lengths in zip(*case.lengths)]
         tensors = []
@@ -102,7 +103,9 @@ class Inputs:
         ):
             rows = (totals[side],) if case.packed else (case.batch, case.lengths[0][side])
             shape = (*rows, heads, HEAD_DIM)
-            tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+            wide = dtype if dtype != E4M3 else torch.bfloat16
+            tensor = torch.randn(shape, generator=generator, device=device, dtype=wide)
+            tensors.append(tensor.to(dtype))
         offsets = None
         if case.packed:
             of_q, of_k = (
@@ -118,6 +121,12 @@ class Inputs:
         """k and v in pages, None for a case without."""
         size, generator = self.case.page_size, torch.Generator().manual_seed(0)
         return None if size is None else Pages.of(self.k, self.v, size, generator)
+
+    @cached_property
+    def in_bf16(self) -> Inputs:
+        """Return these tensors in bfloat16."""
+        q, k, v, dout = (t.bfloat16() for t in (self.q, self.k, self.v, self.dout))
+        return replace(self, q=q, k=k, v=v, dout=dout, expected={}, masks={})
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,6 +208,16 @@ class Ours:
             max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
         )  # fmt: skip
         return cast(torch.Tensor, out)
+
+
+class OursInBf16(Ours):
+    """The operator on the values of e4m3 in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__(OURS_BF16)
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        return super().call(inputs.in_bf16)
 
 
 class FlashAttention4:

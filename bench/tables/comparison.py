@@ -12,7 +12,7 @@ import numpy as np
 from bench.suite import Case
 
 #: Name of this project's kernels in tables.
-OURS = "ours"
+OURS, OURS_BF16 = "ours", "ours, bf16"
 #: Name of cuDNN's published rate of the same call in modelled tables.
 AS_PUBLISHED = "cuDNN, as published"
 #: A provider that is there for its results, not for its speed.

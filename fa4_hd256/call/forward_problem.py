@@ -400,7 +400,21 @@ def _usable_tiles(
     known = kernels_of(architecture).forward_tiles(config, *given)
     if is_masked(ragged):
         known = tiles_for_masks(known, architecture)
-    return tiles_for_max_logits(known, architecture) if options.max_logits else known
+    if options.max_logits:
+        known = tiles_for_max_logits(known, architecture)
+    return tiles_for_keys(known, ragged, architecture)
+
+
+def tiles_for_keys(
+    known: tuple[ForwardTiles, ...], ragged: Any, architecture: Architecture
+) -> tuple[ForwardTiles, ...]:
+    """Return the tiles of kernels that such keys may take: V^T is made of dense ones alone. Raises
+    NotImplementedError if there are none."""
+    if not _read_by_kernels(ragged):
+        return known
+    usable = tuple(tiles for tiles in known if not tiles.takes_columns)
+    names = ", ".join(_read_by_kernels(ragged))
+    return usable or _refuse_kernel(names, "takes dense keys alone", known, architecture)
 
 
 def tiles_for_masks(

@@ -20,7 +20,8 @@ NOTE [arguments of the forward].  One list, in two forms:
                   masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
                   `ProblemClass.descales` names, (entries, heads_kv) float32, then out_gate, like
                   out or (batch, seqlen_q, heads_q),
-                  then what functions of the call read; None if that is nothing
+                  then what functions of the call read, then memory for V^T where the tiles take
+                  it, (batch x tiles of keys, heads_kv, 256, 64); None if that is nothing
     scalars       `kernels.problem_class.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -316,9 +317,11 @@ def call_scalars(
 # ---------------------------------------------------------------- kernels of the forward
 
 
-def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple[Any, ...]:
+def compile_arguments(
+    problem_class: ProblemClass, counter: bool = False, columns: bool = False
+) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
-    the tiles."""
+    the tiles.  columns: with memory for V^T."""
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
@@ -329,6 +332,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     optional += [tensor_type(cutlass.Float32, 2, 4) for _ in problem_class.descales]
     optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
+    optional += [q] if columns else []
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
@@ -380,6 +384,7 @@ class CallTensors:
     lse: Any
     optional: tuple[Any, ...] = ()
     row_maxima: Any = None
+    columns: Any = None
 
 
 def call_arguments(
@@ -391,9 +396,11 @@ def call_arguments(
     if tensors.row_maxima is not None:
         results = (*results, dynamic_tensor(tensors.row_maxima, 4))
     names = (*(("sink",) if problem.sink else ()), *problem.tables)
-    optional = tuple(ragged_values(names, tensors.optional)) or None
+    optional: tuple[Any, ...] | None = tuple(ragged_values(names, tensors.optional))
+    if tensors.columns is not None:
+        optional = (*optional, dynamic_tensor(tensors.columns, TMA_ALIGNMENT))
     scalars = call_scalars(problem, gpu, stream)
-    return q, k, v, results, optional, scalars, stream_argument(stream)
+    return q, k, v, results, optional or None, scalars, stream_argument(stream)
 
 
 def combine_call_arguments(

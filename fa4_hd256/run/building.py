@@ -43,7 +43,8 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     from .arguments import compile_arguments
 
     kernel = _tile_kernel(spec, spec.problem_class, spec.config.tiles.cluster)
-    return kernel, compile_arguments(spec.problem_class, spec.counts_tiles(spec.problem_class))
+    counts = spec.counts_tiles(spec.problem_class)
+    return kernel, compile_arguments(spec.problem_class, counts, spec.config.tiles.takes_columns)
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:

@@ -25,6 +25,7 @@ from ..call.part_lists import check_list
 from ..gpus.devices import Gpu, gpu_of
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
+from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.problem_class import OUT_GATE
 from ..kernels.rows.sequences import PART_LIST
@@ -201,10 +202,15 @@ def _add_launch(
     written = out, lse
     if problem.num_splits > 1:
         written = split_results(problem, results[SPLITS])
+    spec, columns = forward_spec(problem, gpu, problem.config), None
+    if spec.config.tiles.takes_columns:
+        batch, keys, heads, _ = operands["v"].shape
+        shape = batch * -(-keys // spec.config.block_kv), heads, HEAD_DIM, spec.config.block_kv // 2
+        columns = builder.allocate("columns", shape, problem.dtype)
     tensors = CallTensors(
-        q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA)
-    )
-    spec = forward_spec(problem, gpu, problem.config)
+        q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA),
+        columns,
+    )  # fmt: skip
     builder.launch(spec, call_arguments(tensors, problem, gpu, None))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))

@@ -116,6 +116,7 @@ class ForwardCommon:
         keys = (by_sequence(t, columns=of_kv) for t in (k, v))
         operands = by_sequence(q, columns=of_q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)
+        self.launch_before(operands, optional, stream)
         tensors = self.kernel_tensors(operands, lse, optional)
         if cutlass.const_expr(self.problem_class.max_logits):
             tensors = tensors._replace(row_maxima=results[2])
@@ -129,6 +130,9 @@ class ForwardCommon:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def launch_before(self, operands: tuple[cute.Tensor, ...], optional: Any, stream: Any) -> None:
+        """Launch what the kernel needs to have run: nothing.  Arguments as of `tile_problem`."""
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
         """Return (sink or None, ragged tensors) from what the problem class requests."""

@@ -28,7 +28,8 @@ class ForwardTiles:
     launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
     one (`call.division`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
     `problem_class.KV_DTYPES`; None for that of Q.  q_dtype: of Q, of these, too; None for that of
-    out.
+    out.  takes_columns: the kernel gets memory for V^T, which a launch before it fills; for dense
+    keys alone.
     """
 
     cta_rows: int
@@ -47,6 +48,7 @@ class ForwardTiles:
     kind: str = "forward"
     kv_dtype: torch.dtype | None = None
     q_dtype: torch.dtype | None = None
+    takes_columns: bool = False
 
 
 def check_decode(rows: int, q_stages: int) -> None:

@@ -10,6 +10,7 @@ from ..forward.tiles import ForwardTiles
 from ..kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 from .decode.config import DECODE_E4M3
 from .forward.config import DECODE, MASKED, ForwardConfig
+from .forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 
 __all__ = ["KERNELS"]
 
@@ -23,6 +24,8 @@ RECOMPUTED = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
 
 SHORT_COST = 1.024  # of a key in a short step, over that in a long one
 LONG = ForwardConfig()
+E4M3 = E4m3ForwardConfig()
+E4M3_COLUMNS = E4m3ForwardConfig(warps=E4m3ForwardWarpPlan(transposers=None))
 
 
 def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: bool) -> Any:
@@ -32,7 +35,7 @@ def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: boo
     keys take 2.4 % less a key than 64, but more of the last step may be waste.  Few page sizes
     share more than 16 rows with 80 keys.
     """
-    for config in (DECODE, MASKED, *DECODE_E4M3):
+    for config in (DECODE, MASKED, *DECODE_E4M3, E4M3, E4M3_COLUMNS):
         if config.tiles == tiles:
             return config
     long, short = (-(-seqlen_k // keys) * keys for keys in (LONG.block_kv, MASKED.block_kv))
@@ -44,6 +47,7 @@ KERNELS = KernelSet(
     {
         "forward": "forward.kernel:ForwardKernel",
         "forward_decode_e4m3": "decode.kernel:DecodeE4m3Kernel",
+        "forward_e4m3": "forward.e4m3.kernel:ForwardE4m3Kernel",
         "backward_dv": "backward.dv:DvKernel",
         "backward_products": "backward.products:ProductsKernel",
         "backward_single_dk": "backward.single:DkKernel",
@@ -54,11 +58,14 @@ KERNELS = KernelSet(
     backward_config="backward.config:BackwardConfig",
     tuned=tuned,
     decode_config="decode.config:E4m3Config",
+    e4m3_config="forward.e4m3.config:E4m3ForwardConfig",
     forwards=(
         DECODE.tiles,
         LONG.tiles,
         MASKED.tiles,
         *(config.tiles for config in DECODE_E4M3),
+        E4M3.tiles,
+        E4M3_COLUMNS.tiles,
     ),
     backward=BackwardSet(
         stored=(

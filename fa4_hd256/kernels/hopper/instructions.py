@@ -51,10 +51,11 @@ COLUMN_GROUP = 8  # columns that a quad has two each of
 
 @dataclass(frozen=True)
 class WgmmaShape:
-    """wgmma.mma_async of 64 x n x 16 with float32 accumulation (9.7.15.5.2).
+    """wgmma.mma_async of 64 x n x 32 bytes of K with float32 accumulation (9.7.15.5.2).
 
-    dtype: of A and B, cutlass.BFloat16 or Float16.  n: a multiple of 8 up to 256.  a_in_registers:
-    A is a fragment in registers.  a_mn_major, b_mn_major: A is stored with M, B with N contiguous.
+    dtype: of A and B, cutlass.BFloat16, Float16 or Float8E4M3FN.  n: a multiple of 8 up to 256.
+    a_in_registers: A is a fragment in registers.  a_mn_major, b_mn_major: A is stored with M, B
+    with N contiguous; elements of 8 bits are not.
     """
 
     dtype: Any
@@ -66,11 +67,15 @@ class WgmmaShape:
     def tiled_mma(self, accumulate: Any) -> Any:
         """The DSL's object.  accumulate: whether the MMA is added to the result."""
         source = warpgroup.OperandSource
+        types = (self.dtype, Float32)
+        operation, k = warpgroup.MmaF16BF16Op, 16
+        if self.dtype.width == 8:
+            types = (self.dtype, *types)
+            operation, k = warpgroup.MmaF8Op, 32
         mma = cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(
-                self.dtype,
-                Float32,
-                (ROWS, self.n, 16),
+            operation(
+                *types,
+                (ROWS, self.n, k),
                 source.RMEM if self.a_in_registers else source.SMEM,
                 OperandMajorMode.MN if self.a_mn_major else OperandMajorMode.K,
                 OperandMajorMode.MN if self.b_mn_major else OperandMajorMode.K,
@@ -90,12 +95,12 @@ class WgmmaShape:
         return mma.make_fragment_A(mma.partition_shape_A((ROWS, columns)))
 
     def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
-        """Descriptors of A in shared memory, 64 x k (x stages), by slice of K = 16."""
+        """Descriptors of A in shared memory, 64 x k (x stages), by slice of K."""
         mma = self.tiled_mma(False)
         return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
 
     def b_operand(self, tile: cute.Tensor) -> cute.Tensor:
-        """Descriptors of B in shared memory, n x k (x stages), by slice of K = 16."""
+        """Descriptors of B in shared memory, n x k (x stages), by slice of K."""
         mma = self.tiled_mma(False)
         return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
 

@@ -25,6 +25,7 @@ from ...call.forward_problem import (
     Problem,
     choose_tiles,
     is_masked,
+    tiles_for_keys,
     tiles_for_masks,
     tiles_for_max_logits,
 )
@@ -388,6 +389,7 @@ def _problems(
             known, masks = tiles_for_masks(known, architecture), (FULL,)
         if max_logits:
             known = tiles_for_max_logits(known, architecture)
+        known = tiles_for_keys(known, ragged, architecture)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
         descales = _descales(kv_dtype, PAGE_TABLE in ragged and q_dtype is None)
         tilings: dict[Any, int] = {}

@@ -1,5 +1,7 @@
 """The throughput command without a GPU: the loop under a timer of its own, and checks."""
 
+import argparse
+
 import pytest
 import torch
 from fake_timer import FakeTimer
@@ -11,6 +13,7 @@ from bench.measure import throughput as measured
 from bench.measure.timer import Sampling, State, interleave
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.problem_class import E4M3
 
 pytest.importorskip("cutlass")
 
@@ -213,3 +216,27 @@ def test_the_suite():
     # Level with key r + 2: rows see keys 0..2, 1..3, .., 5..7.
     assert window.flop(FORWARD) == 4 * 256 * 18
     assert CAUSAL.flop(BACKWARD) == 2.5 * 4 * 256 * 2 * 70 * 70 / 2
+
+
+def test_e4m3_is_beside_bf16_and_judged_by_rounded_probabilities():
+    """Inputs are rounded, the reference has P in e4m3: a result with such a P passes, one without
+    its last keys does not."""
+    assert [p.name for p in throughput.chosen_providers(None, E4M3)] == ["ours", "ours, bf16"]
+    with pytest.raises(ValueError, match="cuDNN: no q, k and v in e4m3"):
+        throughput.chosen_providers(["cuDNN", "ours"], E4M3)
+    case = Case("test", ((96, 96),), 2, 1, causal=True)
+    inputs = providers.Inputs.random(case, torch.device("cpu"), E4M3)
+    assert {t.dtype for t in inputs.leaves} == {E4M3}
+    assert {t.dtype for t in inputs.in_bf16.leaves} == {torch.bfloat16}
+    values = [t.double() for t in inputs.leaves]
+    out = reference.e4m3_pytorch(*values, torch.bfloat16, window_size=(None, 0))
+    assert checking.check_forward(inputs, out).passed
+    values[2][:, 40:] = 0
+    wrong = reference.e4m3_pytorch(*values, torch.bfloat16, window_size=(None, 0))
+    assert not checking.check_forward(inputs, wrong).passed
+
+
+def test_there_is_no_backward_in_e4m3(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="no gradients in e4m3"):
+        throughput.main(argparse.Namespace(dtype="e4m3", direction="backward", modelled=False))

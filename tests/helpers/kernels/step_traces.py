@@ -113,8 +113,8 @@ def declared(edges, steps, tiles, skipped=None):
 
 def table_of(plan, capped=False):
     """Return the table of steps of a plan.  capped: of calls whose scores have slopes."""
-    *folder, _, _ = type(plan).__module__.split(".")
-    proof = importlib.import_module(".".join((*folder, "proof", "plans")))
+    of_architecture = type(plan).__module__.split(".")[:3]
+    proof = importlib.import_module(".".join((*of_architecture, "proof", "plans")))
     return proof.plans_of(plan)[capped].steps
 
 
@@ -174,13 +174,15 @@ def edited(module, edits, folder, monkeypatch):
     return copy
 
 
-def attend(lengths, causal, backward=None, kv_dtype=torch.bfloat16, **options):
+def attend(
+    lengths, causal, backward=None, kv_dtype=torch.bfloat16, q_dtype=torch.bfloat16, **options
+):
     """Attention of one head, and its gradients where a configuration for them is given; returns
     which keys each query sees."""
     q, k, v = _inputs(lengths, backward is not None)
     if backward is not None:
         options["backward_config"] = backward
-    k, v = k.to(kv_dtype), v.to(kv_dtype)
+    q, k, v = q.to(q_dtype), k.to(kv_dtype), v.to(kv_dtype)
     out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
     if backward is not None:
         out.backward(torch.randn_like(out))

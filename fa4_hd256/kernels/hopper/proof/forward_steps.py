@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...plan.budgets import SmemPlan
+from ...plan.budgets import SmemPlan, WarpPlan
 from ...plan.edges import EdgeTable
 from ...proof.steps import (
     CLAIM_STEPS,
@@ -32,9 +32,10 @@ from ...proof.steps import (
     touch,
     wait,
 )
-from ..forward.config import ForwardConfig, ForwardWarpPlan
+from ..forward.config import ForwardConfig
+from ..forward.e4m3.config import E4m3ForwardConfig
 
-__all__ = ["ByWarpgroup", "forward_steps"]
+__all__ = ["ByWarpgroup", "consumer", "forward_steps", "q_name"]
 
 FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
 
@@ -43,14 +44,14 @@ FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.N
 class ByWarpgroup:
     """The plans of a configuration with Q's barriers and buffers of each warpgroup named apart."""
 
-    config: ForwardConfig
+    config: ForwardConfig | E4m3ForwardConfig
 
     @property
     def title(self) -> str:
         return self.config.title
 
     @property
-    def warps(self) -> ForwardWarpPlan:
+    def warps(self) -> WarpPlan:
         return self.config.warps
 
     @property
@@ -61,7 +62,7 @@ class ByWarpgroup:
                 edges.append(edge)
                 continue
             for w in range(edge.stages):
-                name = edge.name.replace("q", _q(w))
+                name = edge.name.replace("q", q_name(w))
                 by = f"consumers {w}" if edge.producer == "consumers" else edge.producer
                 edges.append(replace(edge, name=name, stages=1, producer=by))
         return EdgeTable(tuple(edges))
@@ -69,16 +70,17 @@ class ByWarpgroup:
     @property
     def smem(self) -> SmemPlan:
         q, *others = self.config.smem.regions
-        return SmemPlan((*(replace(q, name=_q(w), stages=1) for w in range(q.stages)), *others))
+        return SmemPlan((*(replace(q, name=q_name(w), stages=1) for w in range(q.stages)), *others))
 
 
-def _q(warpgroup: int) -> str:
+def q_name(warpgroup: int) -> str:
+    """Return the name of the ring of a warpgroup's Q."""
     return f"q{warpgroup}"
 
 
 def forward_steps(config: ForwardConfig) -> StepTable:
     """Return the table, with Q of each warpgroup by itself."""
-    ctas, q_rings = config.ctas, [_q(w) for w in range(config.warpgroups)]
+    ctas, q_rings = config.ctas, [q_name(w) for w in range(config.warpgroups)]
     rings = tuple(Ring(name, f"{name}_loaded", f"{name}_free") for name in (*q_rings, "k", "v"))
     keys, values = (
         fill(Load(name.lower(), (Copy(name, name.lower(), name.lower(), is_shared=ctas > 1),)))
@@ -96,17 +98,26 @@ def forward_steps(config: ForwardConfig) -> StepTable:
         end=(*config.k_stages * (wait("k_free"),), *config.v_stages * (wait("v_free"),)),
         claims=CLAIM_STEPS,
     )
-    consumers = tuple(_consumer(w, config.skips) for w in range(config.warpgroups))
+    consumers = tuple(consumer(w, config.skips) for w in range(config.warpgroups))
     return StepTable(rings, roles=(of_keys, *loads, *consumers), meets=ctas > 1)
 
 
-def _consumer(warpgroup: int, skips: bool) -> Role:
-    """QK of a step before PV of the one before it."""
-    q = _q(warpgroup)
+def consumer(
+    warpgroup: int,
+    skips: bool,
+    edges: tuple[str, str] = ("v_loaded", "v_free"),
+    value: tuple[str, str] = ("v", "V"),
+) -> Role:
+    """Return the role of a warpgroup: QK of a step before PV of the one before it.
+
+    edges: of V as it is multiplied.  value: its ring, and what is in it.
+    """
+    full, free = edges
+    q = q_name(warpgroup)
     scores = wait("k_loaded"), multiply("QK", read(q, "Q"), read("k", "K"))
-    give_back = arrive("v_free")
-    sum_up = multiply("PV", read("v", "V"))
-    skip = wait("k_loaded"), arrive("k_free"), wait("v_loaded"), arrive("v_free")
+    give_back = arrive(free)
+    sum_up = multiply("PV", read(*value))
+    skip = wait("k_loaded"), arrive("k_free"), wait(full), arrive(free)
     idle = leave(q, "Q"), arrive(f"{q}_free")
     return Role(
         f"consumers {warpgroup}",
@@ -117,7 +128,7 @@ def _consumer(warpgroup: int, skips: bool) -> Role:
             Act((arrive("k_free"),), NOT_FIRST, is_ahead=True),
             Act((arrive(f"{q}_free"),), LAST, is_ahead=True),
             # P of the step, and the V that it is multiplied with.
-            Act((touch("QK"), wait("v_loaded")), is_ahead=True),
+            Act((touch("QK"), wait(full)), is_ahead=True),
             Act((done(0), touch("PV"), give_back), NOT_LAST),
             Act((sum_up, done(0), touch("PV"), give_back), LAST),
         ),

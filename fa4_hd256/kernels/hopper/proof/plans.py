@@ -14,8 +14,10 @@ from ...proof.plans import PlanSteps
 from ..backward.config import BackwardConfig, DvPlan, GradientConfig, ProductsPlan, SinglePlan
 from ..decode.config import E4m3Config
 from ..forward.config import ForwardConfig
+from ..forward.e4m3.config import E4m3ForwardConfig
 from .backward_steps import dv_steps, products_steps, single_steps
 from .decode_steps import decode_steps
+from .e4m3_forward_steps import e4m3_forward_steps
 from .forward_steps import ByWarpgroup, forward_steps
 
 __all__ = ["plans_of"]
@@ -50,6 +52,9 @@ def plans_of(config: Any) -> tuple[HopperPlanSteps, ...]:
     if isinstance(config, ForwardConfig):
         plan = ByWarpgroup(config)
         return (HopperPlanSteps("the forward kernel", plan, forward_steps(config)),)
+    if isinstance(config, E4m3ForwardConfig):
+        plan = ByWarpgroup(config)
+        return (HopperPlanSteps("the forward kernel", plan, e4m3_forward_steps(config)),)
     if isinstance(config, E4m3Config):
         return (HopperPlanSteps("the decode kernel", config, decode_steps(config)),)
     if isinstance(config, ProductsPlan):

@@ -23,6 +23,7 @@ from step_traces import (
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.context import CLAIM_STEPS
+from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS
 from fa4_hd256.kernels.hopper.backward.config import (
     BackwardConfig,
     DvPlan,
@@ -31,6 +32,7 @@ from fa4_hd256.kernels.hopper.backward.config import (
 )
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+from fa4_hd256.kernels.hopper.forward.e4m3.config import E4m3ForwardConfig
 from fa4_hd256.kernels.hopper.proof import plans
 from fa4_hd256.kernels.hopper.proof.forward_steps import ByWarpgroup
 from fa4_hd256.kernels.kernel_set import kernels_of
@@ -56,6 +58,7 @@ TABLES = {
         name: (ByWarpgroup(config).edges, table_of(config))
         for name, config in (
             ("forward", ForwardConfig()), ("decode", DECODE), ("forward, pairs", PAIRS),
+            ("forward in e4m3", E4m3ForwardConfig()), ("forward in e4m3, V^T", E4M3_COLUMNS),
         )
     },
     **{
@@ -257,7 +260,8 @@ def assert_forward(report, config, seen, order):
             tiles, skipped[f"consumers {w}"] = zip(*work, strict=True)
             left_out |= set(skipped[f"consumers {w}"])
         expected = declared(plan.edges, steps, tiles, skipped)
-        for role in ("load", *skipped):
+        transposers = [role.name for role in steps.roles if role.name == "transposers"]
+        for role in ("load", *transposers, *skipped):
             for warp in first_and_last(warps_of(role, plan, steps)):
                 assert happened(report, plan, warp, cta) == expected[role, rank], (role, cta)
     return left_out
@@ -266,27 +270,33 @@ def assert_forward(report, config, seen, order):
 # Causal with more queries than keys, or fewer: warpgroups that leave out some steps of their tile,
 # and all of them; a window: first and last ones.
 @pytest.mark.simulator
-@pytest.mark.parametrize("config", [ForwardConfig(), PAIRS], ids=["one", "pairs"])
+@pytest.mark.parametrize(
+    "config",
+    [ForwardConfig(), PAIRS, E4m3ForwardConfig(), E4M3_COLUMNS],
+    ids=["one", "pairs", "e4m3", "e4m3, V^T"],
+)
 @pytest.mark.parametrize(
     ("lengths", "causal", "options"),
     [
-        ((600, 300), True, {}),
+        ((600, 260), True, {}),
         ((300, 600), True, {"use_clc": True}),
         ((300, 600), False, {"window_size": (100, 40)}),
         ((300, 150), False, {}),
     ],
 )
-@pytest.mark.sampled("lengths0-True-options0-one")
+@pytest.mark.sampled("lengths0-True-options0-one", "lengths0-True-options0-e4m3*")
 def test_the_forward_does_what_its_table_says(lengths, causal, options, config, reports):
-    seen = attend(lengths, causal, config=config, **options)
+    dtype = config.tiles.q_dtype or torch.bfloat16
+    seen = attend(lengths, causal, None, dtype, dtype, config=config, **options)
     if "window_size" in options:
         distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
         distance -= lengths[1] - lengths[0]
         seen = (distance >= -100) & (distance <= 40)
-    left_out = assert_forward(reports[0], config, seen, -1 if causal or options else 1)
+    # V may have been transposed before.
+    left_out = assert_forward(reports[-1], config, seen, -1 if causal or options else 1)
     assert (0, 0) in left_out and len(left_out) > 1
     with pytest.raises(AssertionError):
-        assert_forward(reports[0], config, seen[:, :64], -1 if causal or options else 1)
+        assert_forward(reports[-1], config, seen[:, :64], -1 if causal or options else 1)
 
 
 @pytest.mark.simulator
