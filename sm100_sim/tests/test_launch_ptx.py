@@ -224,13 +224,13 @@ def test_setmaxnreg_counts_where_ptxas_keeps_it(directives, moves):
         assert ended == "done" and configs[0].moves_registers == moves
 
 
-def test_a_prediction_needs_machine_code():
-    """A launch of PTX has no machine code."""
+def test_a_prediction_needs_synchronisation():
+    """PTX is assembled for a prediction, which follows a kernel by its synchronisation."""
     pytest.importorskip("numba")
     from sm100_sim.timing.prediction import Collector
 
     options = Options(trace=True, observe=Collector(draws=0).observe)
-    with pytest.raises(ValueError, match="machine code of kernel race.* PTX alone"):
+    with pytest.raises(ValueError, match="kernel race synchronises nothing"):
         launch_ptx(RACE, "race", [np.zeros(64, np.uint32)], block=64, options=options)
 
 

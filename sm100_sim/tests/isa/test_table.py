@@ -199,6 +199,11 @@ ALLOWED = {
     "sanitizer/findings.py": (r"ld, st", "kinds of access to tensor memory"),
     "sanitizer/compiled/records.py": (r"ld, st", "the same, numbered for native code"),
     "sanitizer/sanitizer.py": (r"(ld|st), st", "the same"),
+    "command/page.py": (
+        r"bar.sync|bar.sync, barrier.cluster.wait|barrier.cluster.wait"
+        r"|'(mbarrier|commit)' not in entry.opcode",
+        "colours and edges of a page's timeline",
+    ),
     "sanitizer/memory/load_waits.py": (r"st, stmatrix, red, atom", "what stores a register"),
     "timing/machine_code/conflicts.py": (r"ldmatrix, stmatrix", "kinds of access to shared memory"),
     "timing/machine_code/events.py": (r".*'NANOSLEEP.SYNCS'", "SASS"),

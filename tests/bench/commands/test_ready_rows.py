@@ -54,7 +54,7 @@ def test_ex2_sweep(seen):
         yield from seen((job, Times(np.full(3, 1e-3), "MMA", 9.0)) for job in jobs)
 
     grid = {"freq": [4], "res": [2, 4], "start": [0], "degree": [3]}
-    arguments = Namespace(mask="causal", all_fragments=False, **grid)
+    arguments = Namespace(mask="causal", all_fragments=False, e4m3=False, **grid)
     origin = {"gpu": "B200", "basis": "measured", "machine": "a GPU"}
     assert len(ex2_sweep.swept(arguments, timed, origin)) == 9
     assert len(seen.before) == 9
