@@ -292,6 +292,12 @@ def tables(
     return made
 
 
+def _given(kind: type[models.Size] | type[Load], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that are fields of a record, by name."""
+    names = (field.name for field in fields(kind))
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. Exit status 1 if a backend was not measured. Raises ValueError without a
     GPU, or without vLLM."""
@@ -300,10 +306,8 @@ def main(arguments: argparse.Namespace) -> int:
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; pip install vllm==0.33.0 beside this package")
     limit = TimeLimit(arguments.within)
-    size, load = (
-        of(**{f.name: getattr(arguments, f.name) for f in fields(of) if hasattr(arguments, f.name)})
-        for of in (models.Size, Load)
-    )
+    size = models.Size(**_given(models.Size, arguments))
+    load = Load(**_given(Load, arguments))
     jobs = [
         (kind, mode)
         for kind in arguments.model or SERVED_MODELS

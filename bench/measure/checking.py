@@ -137,8 +137,8 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
         if block not in inputs.expected:
             operands, options = block.operands(inputs), _options(inputs.case, block)
             if inputs.q.dtype == E4M3:
-                operands = tuple(operand.double() for operand in operands)
-                expected = reference.Expected.of_e4m3(operands, torch.bfloat16, **options)
+                exact = tuple(operand.double() for operand in operands)
+                expected = reference.Expected.of_e4m3(exact, torch.bfloat16, **options)
             else:
                 expected = reference.Expected.of(operands, **options)
             inputs.expected[block] = expected

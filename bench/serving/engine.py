@@ -43,7 +43,7 @@ def serve(orders: TextIO, answers: TextIO) -> None:
         order, before, begin = json.loads(line), _readied(), time.perf_counter()
         if engine is None:
             engine = _engine(order)
-            answer = {"backends": _backends(engine)}
+            answer: dict[str, Any] = {"backends": _backends(engine)}
         else:
             answer = _ORDERS[order.pop("do")](engine, **order)
         answer.setdefault("seconds", time.perf_counter() - begin)
@@ -118,7 +118,7 @@ def _profile(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]
     All tokens less the first ones, over the steps between: prompts take others.
     """
     first, whole = (_kernels(engine, texts, count) for count in (1, tokens))
-    found = [
+    found: list[tuple[Any, ...]] = [
         (name, *((a - b) / (tokens - 1) for a, b in zip(of, first.get(name, (0, 0.0)))))
         for name, of in whole.items()
     ]

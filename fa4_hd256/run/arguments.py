@@ -396,7 +396,7 @@ def call_arguments(
     if tensors.row_maxima is not None:
         results = (*results, dynamic_tensor(tensors.row_maxima, 4))
     names = (*(("sink",) if problem.sink else ()), *problem.tables)
-    optional: tuple[Any, ...] | None = tuple(ragged_values(names, tensors.optional))
+    optional: tuple[Any, ...] = tuple(ragged_values(names, tensors.optional))
     if tensors.columns is not None:
         optional = (*optional, dynamic_tensor(tensors.columns, TMA_ALIGNMENT))
     scalars = call_scalars(problem, gpu, stream)

@@ -31,8 +31,8 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.gpus.devices import gpu_of as device_gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.launch import gpu_of as device_gpu
 from lab.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from lab.model.machines import B200, gpu_of
 from lab.model.origin import modelled_machine

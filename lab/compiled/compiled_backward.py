@@ -22,11 +22,11 @@ from fa4_hd256.call.chunks import divide
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import run_backward
+from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import Wanted
 from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
 from lab.compiled.compiled_forward import OURS
 from lab.compiled.instruction_classes import kernel_code

@@ -64,8 +64,9 @@ def modelled_times(
     """Yield every mix and class, as `with_mix` says. The first of the patterns is hardware only.
     is_e4m3: of the kernel for q, k and v in e4m3."""
     todo = [(pattern, causal, machine, draws, is_e4m3) for pattern in patterns]
-    variant = ours.Variant(Kind(causal), config=config_of(HARDWARE_ONLY, True) if is_e4m3 else None)
-    base = ours.Ours(variant.config).forward(variant, load(machine), draws)
+    config = config_of(HARDWARE_ONLY, True) if is_e4m3 else None
+    variant = ours.Variant(Kind(causal), config=config)
+    base = ours.Ours(config).forward(variant, load(machine), draws)
     hardware: Any = None
     for pattern, run in zip(patterns, stream(_replayed, todo, jobs), strict=True):
         hardware = hardware or run

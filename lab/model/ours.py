@@ -194,7 +194,9 @@ class Ours(OurProvider):
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant | DecodeVariant:
         kind, rows, problem = Kind.of(case), None, self._problem(case)
-        config = self.config if problem.tiles == E4M3_TILES else None
+        config = None
+        if isinstance(self.config, ForwardConfig) and problem.tiles == E4M3_TILES:
+            config = self.config
         if direction == FORWARD and problem.tiles not in (TILES, E4M3_TILES):
             return DecodeVariant.of(case, problem, use_clc, divided)
         if divided:

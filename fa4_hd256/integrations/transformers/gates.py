@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -102,17 +102,17 @@ def _is_ours(function: Any) -> bool:
 
 
 @functools.cache
-def _cache_name(kind: type) -> str:
-    """Return the name by which a layer takes its cache: another one from transformers 5.24 on."""
-    named = "cache" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
-    return "cache" if named else "past_key_values"
+def _cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name by which a class's `forward` takes the cache: `cache` from transformers 5.24
+    on."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _cached(
     layer: Any, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add key and value to the layer's cache, if it has one, and return all keys and values."""
-    name = _cache_name(type(layer))
+    name = _cache_name(type(layer).forward)
     cache = options.pop(name, None)
     if cache is None:
         return key, value
@@ -145,8 +145,10 @@ def _results(layer: Any, replaced: bool) -> Iterator[torch.Tensor]:
     with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         tiny = type(layer)(config, 0).float().eval()
-        forward = functools.partial(_forward, tiny) if replaced else tiny.forward
-        cache, name = DynamicCache(), _cache_name(type(layer))
+        forward: Callable[..., Any] = (
+            functools.partial(_forward, tiny) if replaced else tiny.forward
+        )
+        cache, name = DynamicCache(), _cache_name(type(layer).forward)
         for rows in _STEPS:
             given = torch.randn(1, rows, 8), tuple(torch.randn(1, rows, HEAD_DIM) for _ in "cs")
             yield forward(*given, None)[0]

@@ -67,7 +67,7 @@ class WgmmaShape:
     def tiled_mma(self, accumulate: Any) -> Any:
         """The DSL's object.  accumulate: whether the MMA is added to the result."""
         source = warpgroup.OperandSource
-        types = (self.dtype, Float32)
+        types: tuple[Any, ...] = (self.dtype, Float32)
         operation, k = warpgroup.MmaF16BF16Op, 16
         if self.dtype.width == 8:
             types = (self.dtype, *types)

@@ -40,7 +40,8 @@ def planted(monkeypatch):
     mix, 2 % more under other constants. Returns the calls that were made of them."""
     calls = []
 
-    def replayed(pattern, kind, machine, draws):
+    def replayed(pattern, kind, machine, draws, is_e4m3=False):
+        assert not is_e4m3
         calls.append((pattern, kind, machine.name, draws))
         clocks = 900.0 if pattern.true_share() else 1100.0
         return Replayed(1, 1000.0, tuple(clocks * f for f in (1, 1.02)[: draws + 1]), 1, 10)

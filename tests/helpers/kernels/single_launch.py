@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import sm100_sim
+from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.gpus.simulated import simulated_device
 from fa4_hd256.run.compile import CompiledKernel
-from fa4_hd256.run.launch import gpu_of
 
 
 def launch(

@@ -8,12 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from ...forward.context import ForwardContext
 from ...functions.kernel_functions import Locate
 from ...mask.block_mask import FULL, StepList
 from ...mask.masking import hide_unseen
 from ..instructions import QUAD, fragment_columns, row_of_fragment
 from .config import WARPGROUP_ROWS
-from .context import HopperForwardContext, StepKeys, WarpgroupTile
+from .context import StepKeys, WarpgroupTile
 
 __all__ = ["ListedBits", "hide_by_bits", "hide_by_range", "listed_bits", "locator"]
 
@@ -47,7 +48,7 @@ def listed_bits(steps: StepList, step: Int32, warpgroup: Int32) -> ListedBits:
 
 
 def hide_by_range(
-    context: HopperForwardContext,
+    context: ForwardContext,
     row: cute.Tensor,
     number: int,
     tile: WarpgroupTile,

@@ -21,7 +21,7 @@ from fa4_hd256 import (
     get_scheduler_metadata,
     metadata,
 )
-from fa4_hd256.call import checks
+from fa4_hd256.call import checks, part_lists
 from fa4_hd256.call.division import longest_row, room_for_splits, splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options
@@ -35,7 +35,6 @@ from fa4_hd256.kernels.rows.part_list import (
     PartList,
     list_length,
 )  # fmt: skip
-from fa4_hd256.run import forward
 
 #: Query heads over KV heads; rows of the cache.
 HEADS, ROWS = (8, 1), 1280
@@ -300,7 +299,7 @@ def test_a_list_with_as_many_words_by_chance(monkeypatch):
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(q, k, v, scheduler_metadata=listed.clone(), **options)
     # The host does not read that of a list on a GPU.
-    monkeypatch.setattr(forward, "reads_contents", lambda device: False)
+    monkeypatch.setattr(part_lists, "reads_contents", lambda device: False)
     others = torch.full_like(right, -1), torch.full_like(right, (1 << 31) - 1)
     for other in (listed.clone(), *others):
         found = flash_attn_varlen_func(q, k, v, scheduler_metadata=other, **options)

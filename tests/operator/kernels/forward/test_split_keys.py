@@ -23,6 +23,7 @@ from fa4_hd256.call.division import divided, splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options, check_num_splits
 from fa4_hd256.check import reference
+from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.kernel_set import kernels_of
@@ -30,7 +31,6 @@ from fa4_hd256.kernels.mask.masking import Visibility
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.launch import gpu_of
 
 LSE_TOLERANCE = 1e-3
 #: Query heads over KV heads: the 8 of a group share tiles of 32 queries.

@@ -11,9 +11,9 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.run.catalogue import forward_spec
-from fa4_hd256.run.launch import gpu_of
 
 pytestmark = pytest.mark.simulator
 

@@ -223,7 +223,8 @@ class E4m3ForwardConfig:
 
     @property
     def smem(self) -> SmemPlan:
-        tile, loaded = f"{BLOCK_KV} keys x 256", ()
+        tile = f"{BLOCK_KV} keys x 256"
+        loaded: tuple[SmemRegion, ...] = ()
         if self.transposes:
             region = SmemRegion.operand("v", self.v_stages, self.kv_bytes, f"{tile}, as loaded")
             loaded = (region,)
@@ -245,7 +246,8 @@ class E4m3ForwardConfig:
     def edges(self) -> EdgeTable:
         consumers = len(self.warps.consumers)
         tma, warps = Signal.TMA_CTA, Signal.WARPS_CTA
-        transposed, role = (), "load"
+        transposed: tuple[Edge, ...] = ()
+        role = "load"
         columns = Edge(
             "columns_written",
             self.v_stages,
@@ -256,7 +258,7 @@ class E4m3ForwardConfig:
             "V tile in SMEM, by columns",
             transaction_bytes=self.kv_bytes,
         )
-        if self.transposes:
+        if self.warps.transposers is not None:
             role, count = "transposers", len(self.warps.transposers)
             columns = replace(
                 columns, signal=warps, producer=role, producer_warps=count, transaction_bytes=0
