@@ -126,7 +126,8 @@ VARIABLES = (
     Variable(
         "SM100_SIM_SANITIZE",
         "0",
-        "1 looks for races and lifetime errors, strict reads the ISA to the letter",
+        "1 looks for races and lifetime errors; wait-ld also for tcgen05.ld without wait::ld; "
+        "strict reads the ISA to the letter",
     ),
     Variable(
         "SM100_SIM_THREADS",

@@ -154,6 +154,8 @@ def test_fields_of_configurations_say_what_they_accept(kind):
         for name, value in wrong.items():
             if type(value) is type(own) or name == "half" and isinstance(own, float):
                 continue
+            if value is None and "None" in str(field.type):
+                continue
             with pytest.raises((TypeError, ValueError)) as refused:
                 replace(base, **{field.name: value})
             told = str(refused.value)
