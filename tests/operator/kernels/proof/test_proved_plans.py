@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -29,7 +30,9 @@ def default_plans(architecture):
     ):
         configs.append(config := kernels.tuned(tiles, causal, length, "", paged))
         if paged and kernels.gathering is not None:
-            configs.append(kernels.gathering(config))
+            # Hopper's kernel of queries in e4m3 gathers no rows, and says so.
+            with contextlib.suppress(NotImplementedError):
+                configs.append(kernels.gathering(config))
     return dict.fromkeys(plan for config in configs for plan in kernels.plans_of(config))
 
 
