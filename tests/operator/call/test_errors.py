@@ -449,7 +449,7 @@ def test_every_check_comes_once(monkeypatch):
     others = {
         "bounds_of", "check_gradients", "check_leftpad", "check_lists", "check_mask",
         "check_mask_of", "check_mask_options", "check_max_seqlen", "check_out_gate",
-        "check_page_numbers", "check_pages",
+        "check_page_numbers", "check_pages", "check_pages_on_gpu",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}
