@@ -165,7 +165,7 @@ def flash_attn_func(
     tensors: tuple[Any, ...] = (*inputs, *_NO_OTHERS, out)
     if others:
         tensors = (*ForwardTensors(*inputs, **others), out)
-    form = learnable_sink is None, out_gate is None, out is None, *others
+    form = learnable_sink is None, out_gate is None, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -321,8 +321,7 @@ def attend_sequences(
     # What the scheduler metadata is for. In graphs tensors have no marks.
     mark = None if metadata is None or is_intercepted() else marked(metadata)
     is_missing = [tensor is None for tensor in sequences]
-    is_missing += [inputs[3] is None, inputs[4] is None, out is None]
-    form = *is_missing, offsets_k is offsets_q, mark, *others
+    form = inputs[3] is None, inputs[4] is None, *is_missing, offsets_k is offsets_q, mark, *others
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 

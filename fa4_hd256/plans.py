@@ -34,8 +34,9 @@ the facts of a call, its arguments that are no tensors: first the guard that the
 passed, as a model's layers do, then the guards of the same two shapes. Addresses are no part of
 PyTorch's guard: calls whose addresses are all multiples of `ALIGNMENT` alone have one. It refuses a
 tensor that is given twice, as cu_seqlens_q is where it is cu_seqlens_k, too. So it gets each tensor
-once, and what is given again is compared by identity. Where a PyTorch has no such guard, every call
-makes its key.
+once, and what is given again is compared by identity. Nor does it see a tensor that was absent when
+it was made: that each is absent still, `out` among them, is compared, too. Where a PyTorch has no
+such guard, every call makes its key.
 """
 
 from __future__ import annotations
@@ -155,26 +156,36 @@ class Kind:
 class _Guard:
     """Finds an execution. switches: the environment's, of its key."""
 
-    __slots__ = ("_check", "_distinct", "_present", "_repeated", "execution", "switches")
+    __slots__ = (
+        "_absent", "_check", "_distinct", "_nones", "_present", "_repeated", "execution",
+        "switches",
+    )  # fmt: skip
 
     def __init__(
         self,
         check: Callable[..., bool],
         places: dict[int, int],
+        absent: list[int],
         execution: Execution,
         switches: tuple[str, ...],
     ) -> None:
         """check: whether tensors are those of the key, each given once; places: of those
-        that are given among a call's tensors, and where each is given first, two or more."""
+        that are given among a call's tensors, and where each is given first, two or more;
+        absent: places of those that are not given."""
         self._check, self.execution, self.switches = check, execution, switches
         self._present = operator.itemgetter(*places)
         self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
         self._repeated = [(place, first) for place, first in places.items() if place != first]
+        # Twice the last one: of a single place `itemgetter` returns no tuple.
+        self._absent = operator.itemgetter(*absent, absent[-1]) if absent else None
+        self._nones = (None,) * (len(absent) + 1)
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
         """Return the addresses of the tensors if they are those of the key, else None."""
         present = distinct = self._distinct(tensors)
         if not self._check(*distinct):
+            return None
+        if self._absent is not None and self._absent(tensors) != self._nones:
             return None
         if self._repeated:
             for place, first in self._repeated:
@@ -295,8 +306,8 @@ assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # t
 def facts_of(kind: Kind, arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the facts of a call: all that it depends on beside tensors and environment.
     arguments: the fields of `Call`, which come behind the kind. form: which tensors are
-    present, out too, since a guard looks at none that was absent; which are the same one, what the
-    scheduler metadata is for (`part_lists.marked`), and with a KV cache rotary_interleaved."""
+    present, which are the same one, what the scheduler metadata is for (`part_lists.marked`), and
+    with a KV cache rotary_interleaved."""
     window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
         # Of equal sides some types alone are accepted.
@@ -367,7 +378,8 @@ def _guard(
     check = tensor_guard(distinct) if len(distinct) > 1 else None
     if check is None:
         return
-    guard = _Guard(check, places, execution, switches)
+    absent = [place for place, tensor in enumerate(tensors) if tensor is None]
+    guard = _Guard(check, places, absent, execution, switches)
     with _cache.lock:
         if len(_cache.guards) >= LARGEST:
             _cache.forget_guards()
