@@ -13,7 +13,7 @@ import torch
 
 from .. import metadata
 from ..compat.arguments import HONOURED, Library
-from ..kernels.problem_class import DESCALES, KV_DTYPES
+from ..kernels.problem_class import KV_DESCALES, KV_DTYPES, Q_DESCALE
 
 __all__ = ["METADATA", "our_options"]
 
@@ -22,16 +22,18 @@ METADATA = "scheduler_metadata"
 
 
 def our_options(
-    library: Library, function: str, options: dict[str, Any], k: torch.Tensor
+    library: Library, function: str, options: dict[str, Any], q: torch.Tensor, k: torch.Tensor
 ) -> dict[str, Any]:
     """Return the honoured options under our names.
 
-    Another kernel's plan is dropped, and so are scales of k and v that are not in float8, which
+    Another kernel's plan is dropped, and so are scales of tensors that are not in float8, which
     engines pass always. Raises as `Library.refuse` does.
     """
     library.refuse(function, options)
-    is_scaled = isinstance(k, torch.Tensor) and k.dtype in KV_DTYPES
-    dropped = set() if is_scaled else set(DESCALES)
+    dropped: set[str] = set()
+    for tensor, names in ((q, (Q_DESCALE,)), (k, KV_DESCALES)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in KV_DTYPES:
+            dropped.update(names)
     if not metadata.is_ours(options.get(METADATA)):
         dropped.add(METADATA)
     return {

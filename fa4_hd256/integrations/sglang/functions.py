@@ -20,8 +20,8 @@ from ..given_out import written_to
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 _HONOURED = (
-    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "k_descale", "v_descale",
-    METADATA,
+    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "q_descale", "k_descale",
+    "v_descale", METADATA,
 )  # fmt: skip
 _MLA = "The second part of a query (MLA) is not offered"
 _CODE = refused("Changes of scores or masks given as code are not offered")
@@ -33,7 +33,6 @@ OPTIONS = Library("SGLang", "sglang.srt.layers.attention.flashattention_backend"
     "sinks": honoured(ours="learnable_sink"),
     "ver": neutral("chooses among SGLang's own kernels"),
     "pack_gqa": neutral("a choice of another kernel's tiles"),
-    "q_descale": neutral("queries in float8 are refused: they are bfloat16 or float16"),
     "qv": refused(_MLA),
     "only_qv": refused(_MLA, False),
     "attention_chunk": refused("Attention in chunks is not offered", 0, None),
@@ -71,7 +70,7 @@ def flash_attn_with_kvcache(
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     lengths = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    ours = our_options(OPTIONS, "flash_attn_with_kvcache", options, k_cache)
+    ours = our_options(OPTIONS, "flash_attn_with_kvcache", options, q, k_cache)
     attend = partial(kv_cache.flash_attn_with_kvcache, q, k_cache, v_cache, **lengths, **ours)
     return written_to(out, q, attend, wants_lse)
 
@@ -96,7 +95,7 @@ def flash_attn_varlen_func(
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     others = ("seqused_q", "seqused_k", "page_table")
     lengths = {name: options.pop(name) for name in others if name in options}
-    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, k)
+    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, q, k)
     if METADATA not in ours:
         # SGLang's own default is one KV split.
         ours.setdefault("num_splits", 1)

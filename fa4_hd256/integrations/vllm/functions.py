@@ -20,8 +20,8 @@ from ..given_out import written_to
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 _HONOURED = (
-    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "deterministic", "k_descale",
-    "v_descale", METADATA,
+    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "deterministic", "q_descale",
+    "k_descale", "v_descale", METADATA,
 )  # fmt: skip
 _MLA = refused("The second part of a query (MLA) is not offered")
 _RANKS = "Keys that are dealt out to ranks one by one are not offered"
@@ -34,7 +34,6 @@ OPTIONS = Library("vLLM", "vllm.v1.attention.backends.flash_attn", {
     "block_table": honoured(ours="page_table"),
     "alibi_slopes": honoured(ours="score_mod"),
     "fa_version": neutral("chooses among vLLM's own kernels"),
-    "q_descale": neutral("queries in float8 are refused: they are bfloat16 or float16"),
     "q_v": _MLA,
     "dropout_p": refused("Dropout is not offered", 0.0),
     "return_attn_probs": refused("Probabilities are not offered", False),
@@ -75,7 +74,7 @@ def flash_attn_varlen_func(
     """
     seqused_k, out = options.pop("seqused_k", None), options.pop("out", None)
     wants_lse = options.pop("return_softmax_lse", False)
-    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, k)
+    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, q, k)
     if ours.get("window_size", ()) is None:
         del ours["window_size"]
     if ours.get("score_mod") is not None:

@@ -184,6 +184,26 @@ def test_vllm_with_sinks(device):
     batch.accurate(batch.out, k, v, causal=True, learnable_sink=sink)
 
 
+@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
+def test_queries_in_e4m3(device, engine):
+    """Queries in e4m3 are read with their scale, and those in bfloat16 without one."""
+    batch = Batch(device, [9, 20], [9, 20])
+    given = {
+        "cu_seqlens_q": offsets(batch.queries, device), "max_seqlen_q": 20,
+        "cu_seqlens_k": offsets(batch.keys, device), "max_seqlen_k": 20, "causal": True,
+        "num_splits": 1,
+    }  # fmt: skip
+    both = [batch.both(29, 2, 256) for _ in "kv"]
+    codes = dict(zip("qkv", (x.to(torch.float8_e4m3fn) for x in (batch.q, *both)), strict=True))
+    scales = {f"{x}_descale": torch.full((2, 2), 0.5, device=device) for x in "qkv"}
+    exact = interface.flash_attn_varlen_func(**given, **codes, **scales)
+    engine.flash_attn_varlen_func(**given, **codes, **scales, out=batch.out)
+    assert torch.equal(batch.out, exact)
+    plain = dict(zip("qkv", (batch.q, *both), strict=True))
+    exact = interface.flash_attn_varlen_func(**given, **plain)
+    assert torch.equal(engine.flash_attn_varlen_func(**given, **plain, **scales), exact)
+
+
 def slopes_of(heads, device):
     return torch.tensor([2.0 ** -(1 + n) for n in range(heads)], device=device)
 
@@ -547,7 +567,7 @@ def test_what_is_not_offered(engine):
     assert len(refused) > 9
     for name in refused:
         for value in engine.OPTIONS.arguments[name].accepted:
-            assert our_options(engine.OPTIONS, "flash_attn_varlen_func", {name: value}, k) == {}
+            assert our_options(engine.OPTIONS, "flash_attn_varlen_func", {name: value}, k, k) == {}
         with pytest.raises(NotImplementedError, match=f"^{name} of .* is Tensor; accepted"):
             engine.flash_attn_varlen_func(**given, **{name: torch.ones(2)})
     with pytest.raises(TypeError, match="unexpected argument 'new_feature'"):
