@@ -76,19 +76,6 @@ def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
     return name
 
 
-def part_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
-    """Return a type for argparse: a part of one of the names, in an error all of them."""
-
-    def part(text: str) -> str:
-        if not any(text in name for name in names):
-            raise argparse.ArgumentTypeError(
-                f"no {kind} has {text!r} in its name; there are: {'; '.join(names)}"
-            )
-        return text
-
-    return part
-
-
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     """Add the options of the model: used where there is a GPU or not, settings. draws: default."""
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")

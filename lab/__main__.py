@@ -15,12 +15,8 @@ COMMANDS = {
     "steps": "clocks of steps and tiles, forward and backward, beside flash-attn-4's and FROST's",
     "defaults": "what a call decides for itself against its alternatives, over all constants",
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs",
-    "fences": "clocks that fences of GPU scope cost our kernels",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "splits": "KV splits of a query tile: every number of splits, measured or modelled",
-    "roofline": "clocks of each resource for a shape and a configuration",
-    "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
-    "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "validate": "the timing model against published and measured figures, error by row",
     "calibrate": "sets of the timing model's constants that published rates do not contradict",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
@@ -37,8 +33,7 @@ COMMANDS = {
 }
 #: Title of the help -> commands.
 GROUPS = {
-    "modelled": ("timing", "steps", "defaults", "contention", "fences", "ladder", "splits"),
-    "computed": ("roofline", "intensity", "static"),
+    "modelled": ("timing", "steps", "defaults", "contention", "ladder", "splits"),
     "the model against measurements": (
         "validate", "calibrate", "hopper", "predict", "whole-gpu", "peers",
     ),

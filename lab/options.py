@@ -16,7 +16,6 @@ from bench.options import (
     add_time_limit,
     machine,
     one_of,
-    part_of,
 )
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS
@@ -43,11 +42,6 @@ WAYS = (
 )  # fmt: skip
 #: Providers of `steps`.
 STEP_PROVIDERS = (OURS, "flash-attn-4", "FROST")
-#: Kernels of `fences`.
-FENCED = (
-    "dV and dS, full", "dV and dS, causal, CLC", "dK and dQ from dS, full",
-    "dK and dQ from dS, causal, CLC", "forward, full", "forward, causal, CLC",
-)  # fmt: skip
 #: Names of `pictures`.
 PICTURE_NAMES = (
     "bars-h200", "throughput-forward", "throughput-one-sequence", "throughput-h200",
@@ -93,18 +87,6 @@ def defaults(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def fences(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=int, default=1024)
-    parser.add_argument(
-        "--kernel",
-        type=part_of("kernel", FENCED),
-        default="",
-        help="only those with this in their names",
-    )
-    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
-    add_output_options(parser)
-
-
 def fp8(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
@@ -117,13 +99,6 @@ def hopper(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
     parser.add_argument("--kernel", default="", help="only those with this in their names")
-    add_output_options(parser)
-
-
-def intensity(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser)
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 
@@ -231,15 +206,6 @@ def ranks(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def roofline(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
-    parser.add_argument("--freq", type=int, help="ex2_emu_freq; with --res, default: as configured")
-    parser.add_argument("--res", type=int, help="ex2_emu_res")
-    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    add_output_options(parser)
-
-
 def simulator(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seqlen",
@@ -257,13 +223,6 @@ def splits(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
     add_time_limit(parser)
     suite.add_selection(parser)
-    add_output_options(parser)
-
-
-def static(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--direction", choices=("forward", "backward", "both"), default="both", help="which kernels"
-    )
     add_output_options(parser)
 
 

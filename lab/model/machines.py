@@ -23,7 +23,7 @@ B200 = simulated_gpu(device("b200"))
 ONE_PAIR = replace(B200, pairs=1)
 
 #: Share of L2's time that keeps its nanoseconds where the SMs' clock changes; the rest keeps its
-#: clocks. On an H200 (`lab/micro/clock_domains.py`) a hop through L2 takes 377, 352 and 333
+#: clocks. On an H200 (sm100_sim/docs/facts.md) a hop through L2 takes 377, 352 and 333
 #: clocks at 1.980, 1.800 and 1.649 GHz: 114 clocks and 132 ns. A byte of all SMs' loads takes an SM
 #: 0.0312 and 0.0294 clocks at 1.979 and 1.814. Shares of 0.70 and 0.69.
 L2_TIME = 0.7

@@ -1,8 +1,7 @@
 """The tables of docs/tables and lab/docs/tables: one file each, headed by its command.
 
-`python -m lab tables NAME --write` runs the command and writes its file, but for those that are
-kept from before. A file says what it is
-of (measured, modelled with the digest of the constants, or computed) and which page explains it.
+`python -m lab tables NAME --write` runs the command and writes its file. A file says what it is of
+(measured, modelled with the digest of the constants, or computed) and which page explains it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ class Document:
     """A file of docs/tables, or of lab/docs/tables.
 
     command: after `python -m bench`, or `lab`, without output options. page: which explains it.
-    tables: which of the command's tables it has, by number; None for all. of_before: it was
-    printed by an earlier state of the model, to be compared with; the command prints others today.
+    tables: which of the command's tables it has, by number; None for all.
     """
 
     title: str
     command: tuple[str, ...]
     page: str
     tables: tuple[int, ...] | None = None
-    of_before: bool = False
 
     @property
     def program(self) -> str:
@@ -47,10 +44,8 @@ class Document:
 
     def header(self, name: str) -> str:
         """Return the start of every file."""
-        origin = "Kept as an earlier state of the model printed it; nothing makes it again."
-        if not self.of_before:
-            command = f"python -m lab tables {name} --write"
-            origin = f"Generated, not to be edited: `{command}` makes it again."
+        command = f"python -m lab tables {name} --write"
+        origin = f"Generated, not to be edited: `{command}` makes it again."
         link = os.path.relpath(_ROOT / self.page, self.folder)
         return (
             f"# {self.title}\n\n    python -m {self.program} {' '.join(self.command)}\n\n"
@@ -280,9 +275,6 @@ DOCUMENTS = {
     "whole_gpu": Document("A whole H200, measured and modelled", ("whole-gpu",), _TIMING, (0,)),
     "whole_gpu_loads": Document(
         "Clock and power of an H200 under load", ("whole-gpu",), _TIMING, (1,)
-    ),
-    "predict_h200_first": Document(
-        "Attention on an H200, as first predicted", ("predict",), _TIMING, of_before=True
     ),
     "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), _TIMING),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), _TIMING),

@@ -10,9 +10,8 @@ from lab import options
 from lab.__main__ import COMMANDS, GROUPS, main
 from lab.commands import steps
 from lab.measure import ladder, mutation_targets, ranks
-from lab.model.studies import defaults, fences
+from lab.model.studies import defaults
 from lab.pictures.catalogue import PICTURES
-from sm100_sim.timing import load
 
 
 def test_every_command_has_options_and_a_place_in_the_help():
@@ -27,20 +26,18 @@ def test_names_are_those_of_the_modules():
     assert options.LADDER_MIX == (mix.ex2_emu_freq, mix.ex2_emu_res)
     assert options.WAYS == tuple(ranks.WAYS)
     assert options.STEP_PROVIDERS == tuple(dict.fromkeys(name for name, _ in steps.KERNELS))
-    assert options.FENCED == tuple(fences.calls(1024, load("b200")))
     assert options.PICTURE_NAMES == tuple(PICTURES)
     assert sorted(options.TARGETS) == sorted(mutation_targets.targets())
 
 
 #: Values that there are not, of options and arguments, and of each a name that is told instead.
 REFUSED = {
-    ("roofline", "--machine", "b400"): "gb300",
-    ("static", "--json", "--csv"): "--json and --csv cannot both go to stdout",
+    ("steps", "--machine", "b400"): "gb300",
+    ("steps", "--json", "--csv"): "--json and --csv cannot both go to stdout",
     ("defaults", "colours"): "no choice 'colours'; there are: order, forward;",
     ("mutation", "nope"): "no target 'nope'; there are: forward, full, static;",
     ("tables", "nope"): "no table 'nope'; there are: throughput;",
     ("pictures", "nope"): "no picture 'nope'; there are: bars-h200;",
-    ("fences", "--kernel", "nope"): "no kernel has 'nope' in its name; there are: dV and dS, full;",
 }
 
 

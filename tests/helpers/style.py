@@ -79,7 +79,7 @@ _KNOWN = ("fa4_hd256/check", *_CHECK)
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
           "bench/measure", "bench/decode", "bench/serving", "bench/bringup", "bench/options",
           "bench/modelled")  # fmt: skip
-_LAB = ("lab/paths", "lab/published", "lab/micro", "lab/measure", "lab/model", "lab/compiled",
+_LAB = ("lab/paths", "lab/published", "lab/micro", "lab/measure", "lab/model",
         "lab/tables", "lab/validation")  # fmt: skip
 
 #: Packages -> other packages that each may import (docs/architecture.md): those below it. A module
@@ -153,7 +153,6 @@ PACKAGES = {
     "lab/micro": (*_BENCH, *_KNOWN),
     "lab/measure": ("lab/paths", *_BENCH, *_KNOWN),
     "lab/model": (*_BENCH, *_LAB[:4], *_KNOWN),
-    "lab/compiled": (*_BENCH, *_LAB[:5], *_KNOWN),
     "lab/tables": ("bench/__main__", *_BENCH, *_KNOWN),
     "lab/validation": (*_BENCH, *_LAB[:5], *_KNOWN),
     "lab/modelled": ("bench/commands", *_BENCH, *_LAB, *_KNOWN),

@@ -9,8 +9,6 @@ pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a"
 
 from lab.micro import hopper_cubins, hopper_kernels
 from lab.model.hopper import single_kernels as modelled
-from lab.model.studies import fences as our_fences
-from sm100_sim import timing
 from sm100_sim.timing import load, replay_program
 
 MEASURED = json.loads(hopper_cubins.MEASUREMENTS.read_text())
@@ -53,11 +51,3 @@ def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
         modelled.round_clocks(one, replay_program(one, VALUES)) for one in (fenceless, other)
     )
     assert found == pytest.approx(expected, rel=0.1)
-
-
-def test_fences_of_our_kernels():
-    """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
-    compiled, arguments = our_fences.calls(256, load("b200"))["dK and dQ from dS, full"]()
-    found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
-    assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
-    assert found["clocks"] > found["without"] and found["unmatched"] == 0

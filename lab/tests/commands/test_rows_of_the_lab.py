@@ -10,9 +10,7 @@ import torch
 
 from bench.tables import ready
 from lab.__main__ import main
-from lab.commands import calibrate, parallel, ranks, static, validate
-from lab.compiled import compiled_backward
-from lab.compiled.compiled_backward import KERNELS, BackwardReport
+from lab.commands import calibrate, parallel, ranks, validate
 from lab.measure.rank_processes import ONE_GPU
 from lab.model import predictor
 from lab.published import flash_attention
@@ -56,18 +54,6 @@ def test_ranks_of_processes(command, monkeypatch, seen):
     assert len(seen.before) > 8
     assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
     assert ONE_GPU in seen.before[1] and "20.00" in seen.before[1]
-
-
-def test_static(monkeypatch, seen, capfd):
-    names = reversed(KERNELS)
-    reports = (BackwardReport("ours", name, *[1] * 7, *[2.0] * 4) for name in names)
-    monkeypatch.setattr(compiled_backward, "measure", lambda: seen(reports))
-    assert main(["static", "--direction", "backward"]) == 0
-    assert [rows_in(text) for text in seen.before] == list(range(len(KERNELS)))
-    out = capfd.readouterr().out
-    assert out.index("| preprocess") < out.index("| dQ") < out.index("| dK and dQ from dS")
-    monkeypatch.setattr(static.flash_attn_4, "unavailable", lambda: "not installed")
-    assert compiled_backward.count() == len(KERNELS)
 
 
 def test_validate(monkeypatch, seen):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lab.micro import bulk_reductions, dv_loads, loads_under_traffic, products_beside
+from lab.micro import bulk_reductions, dv_loads
 from lab.model.hopper import loads as hopper_loads
 from lab.model.hopper.attention import hopper
 from lab.model.machines import with_load
@@ -38,16 +38,12 @@ def test_a_load_of_a_replay_takes_so_long():
         with_load(hopper(), hopper_loads.LOAD_BYTES, 100)
 
 
-@pytest.mark.parametrize(
-    "module", [bulk_reductions, dv_loads, loads_under_traffic, products_beside]
-)
+@pytest.mark.parametrize("module", [bulk_reductions, dv_loads])
 def test_measured_files_have_the_rows_of_their_commands(module):
     path = hopper_loads.MEASURED.with_name(f"{module.__name__.rsplit('.')[-1]}_measured.json")
     found = set(json.loads(path.read_text())) - {"device", "clock_ghz"}
     names = {
         bulk_reductions: set(bulk_reductions.names()),
         dv_loads: {f"{batch} x {length}" for batch, length in dv_loads.SHAPES},
-        products_beside: {row.name for row in products_beside.measured_rows()},
-        loads_under_traffic: set(loads_under_traffic.names()),
     }
     assert found == names[module]

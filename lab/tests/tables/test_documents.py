@@ -50,7 +50,7 @@ def todays_constants() -> frozenset[str]:
     return frozenset(text.rsplit(maxsplit=1)[-1] for text in printed)
 
 
-@pytest.mark.parametrize("name", [n for n, one in DOCUMENTS.items() if not one.of_before])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_modelled_file_is_of_todays_constants(name):
     text = path_of(name).read_text("utf-8")
     found = set(re.findall(r"(?i)modelled[^.|]*?constants[^.|]*?([0-9a-f]{8})", text))
@@ -119,17 +119,11 @@ def test_a_file_is_made_of_results_from_elsewhere(tmp_path, capsys):
 
 
 def test_a_command_is_run_with_its_options(monkeypatch):
-    """`intensity` is a closed form, and of the kernels of one direction only."""
-    document = Document("T", ("intensity", "--direction", "forward", "--seqlen", "512"), "p.md")
-    (found,) = command.made(document)
-    assert {row["direction"] for row in found.rows} == {"forward"}
-    assert [row["level"] for row in found.rows].count("L2") == 1
-    assert found.as_markdown() in document.text("name", [found])
-
-
-def test_a_file_from_before_is_not_overwritten(tmp_path, capsys):
-    assert main(["tables", "predict_h200_first", "--write", str(tmp_path)]) == 2
-    assert "kept from before" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    """`calibrate --show` prints what is kept and replays nothing."""
+    document = Document("T", ("calibrate", "--show"), "p.md")
+    found = command.made(document)
+    assert found[0].rows and found[0].command == "calibrate"
+    assert found[0].as_markdown() in document.text("name", found)
 
 
 def test_a_run_of_everything_is_refused(capsys):

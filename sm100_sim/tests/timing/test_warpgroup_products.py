@@ -114,7 +114,7 @@ def test_a_warp_is_one_product_ahead_and_no_further():
     """Instructions behind a step's MMAs overlap with the last two of them alone: 500 instructions
     behind 1,536 clocks of MMAs take 1,536 + 500 - 256 and the start; with MMAs that are queued
     without a limit they would take none (measured: 1,808 clocks per step with few instructions,
-    2,100 with more, `lab/micro/products_beside.py`)."""
+    2,100 with more, docs/facts.md)."""
     few, many = step_clocks(10), step_clocks(500)
     assert few == pytest.approx(1536 + LATENCY, abs=20)
     assert many == pytest.approx(1536 + 500 - 256, abs=40)

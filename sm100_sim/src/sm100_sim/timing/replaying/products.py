@@ -16,7 +16,7 @@ WAITING, GROUPS = 1024, 64
 #: Products of a warp that have not begun as soon as it goes on from issuing one. One warpgroup with
 #: the products of a step of Hopper's dV takes 1,808 clocks per step and 2,100 with arithmetic
 #: behind them; replays with 0, 1, 2 and any number give 1,968, 1,806, 1,716 and 1,716, and 2,258,
-#: 2,125, 1,997 and 1,716 (lab/micro/products_beside.py).
+#: 2,125, 1,997 and 1,716 (docs/facts.md).
 AHEAD = 1
 # Columns of Model.crew: the warp's warpgroup, products and groups that it has issued.
 WARPGROUP, _ISSUED, _GROUPS, CREW_COLUMNS = range(4)

@@ -2,7 +2,7 @@
 
 One port a CTA. Accesses of warps and operand reads of MMAs take it in the order in which they come.
 What TMA moves takes none of it: on an H200 loads of warps at 98 bytes per clock go on beside bulk
-loads of 41 and bulk stores of 21, more together than the port has (`lab/micro/stores.py`).
+loads of 41 and bulk stores of 21, more together than the port has (docs/facts.md).
 """
 
 from __future__ import annotations

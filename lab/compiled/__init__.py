@@ -1,1 +1,0 @@
-"""Figures of compiled kernels: loops of their SASS, and closed forms of their demand."""
