@@ -13,7 +13,7 @@ from bench.bringup.stages.gpu import predicted, run_case
 from sm100_sim.tools import golden
 from sm100_sim.tools.golden import Case, Vectors
 from sm100_sim.tools.golden.comparing import difference, out_of_bound
-from sm100_sim.tools.golden.instructions import gather, pairs, tcgen05
+from sm100_sim.tools.golden.instructions import gather, mma, pairs, tcgen05
 from sm100_sim.tools.golden.instructions.tcgen05 import Probe
 from sm100_sim.tools.golden.record import DriverError
 
@@ -29,7 +29,7 @@ def _recorded() -> dict[str, Case]:
 
 @lru_cache(maxsize=1)
 def _probes() -> dict[str, Probe]:
-    probes = (*tcgen05.probes(), *pairs.probes(), *gather.probes())
+    probes = (*mma.probes(), *tcgen05.probes(), *pairs.probes(), *gather.probes())
     return {probe.case.name: probe for probe in probes}
 
 

@@ -127,6 +127,8 @@ def test_matrix_descriptor_round_trip_and_refusals():
         (raw | 1 << 49, "base offset"),
         (raw | 1 << 52, "leading-dimension mode"),
         (raw & ~(7 << 61) | 3 << 61, "swizzle mode 3"),
+        (raw | 1 << 53, "bits 53-60 are 0b00000001, accepted 0"),
+        (raw | 1 << 60, "bits 53-60 are 0b10000000, accepted 0"),
     ):
         with pytest.raises(DescriptorError, match=named):
             decode_matrix(bad)
@@ -168,3 +170,19 @@ def test_illegal_types():
         decode_instruction(shape | 1 << 4 | 5 << 7 | 1 << 15, "f8f6f4", 1)
     with pytest.raises(DescriptorError, match="sparse"):
         decode_instruction(shape | 1 << 4 | 1 << 2, "f16", 1)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 6, 23, 29])
+def test_reserved_bits_of_an_instruction_descriptor(bit):
+    raw = 1 << 4 | 16 << 17 | 8 << 24
+    assert decode_instruction(raw, "f16", 1).m == 128
+    with pytest.raises(DescriptorError, match=f"reserved bit {bit} is set, accepted 0"):
+        decode_instruction(raw | 1 << bit, "f16", 1)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 3, 6])
+def test_reserved_bits_of_a_block_scaled_instruction_descriptor(bit):
+    raw = 1 << 23 | 16 << 17 | 8 << 24
+    assert decode_instruction(raw, "mxf8f6f4", 1, block=32).m == 128
+    with pytest.raises(DescriptorError, match=f"reserved bit {bit} is set, accepted 0"):
+        decode_instruction(raw | 1 << bit, "mxf8f6f4", 1, block=32)

@@ -2,6 +2,7 @@
 and every ld/st shape against its written formula."""
 
 import ctypes
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +17,15 @@ from tcgen05_operands import (
     to_bits,
 )
 
-from sm100_sim.errors import MemoryFault, TmemError
+from sm100_sim.errors import MemoryFault, SimulationError, TmemError
 from sm100_sim.isa.tensor import tensor_core
 from sm100_sim.isa.tensor.descriptors import KINDS, MatrixDescriptor, encode_matrix
 from sm100_sim.isa.tensor.tcgen05_data import SHAPES, Form, fragment_record
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.fragments import load_fragment, store_fragment
 from sm100_sim.state.tmem import POISON, Tmem
+from sm100_sim.tools.golden.instructions import mma
+from sm100_sim.tools.golden.replay import replay
 
 SWIZZLES = (0, 32, 64, 128)
 
@@ -278,3 +281,48 @@ def test_column_checks():
         tmem.check(120, 16, "x")
     with pytest.raises(TmemError, match="512 columns"):
         tmem.check(510, 4, "x")
+
+
+# ---------------------------------------------------------------- refusals of whole kernels
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", ["alloc", "commit", "mma"])
+def test_a_kernel_of_both_cta_groups_is_refused(name):
+    """ptxas refuses it, too; here before anything runs."""
+    case = mma.probe_of(mma.Product(2, 256, 128)).case
+    own, other = (f"tcgen05.{name}.cta_group::{group}" for group in (2, 1))
+    text = case.ptx.replace(own, other, 1)
+    with pytest.raises(TmemError, match="kernel golden has cta_group::[12] .*and cta_group::[12]"):
+        replay(dataclasses.replace(case, ptx=text))
+
+
+@pytest.mark.simulator
+def test_n_of_a_pair_with_a_in_tensor_memory():
+    """N goes in steps of 32, beside 16 of other MMAs of a pair."""
+    a_in_smem, a_in_tmem = (mma.Product(2, 256, 48, a=a) for a in ("k", "tmem"))
+    probe = mma.probe_of(a_in_smem)
+    assert probe.wrong(replay(probe.case)) == ""
+    with pytest.raises(SimulationError, match="N 48, accepted 32..256 in steps of 32"):
+        replay(mma.probe_of(a_in_tmem).case)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("bit", [0, 29])
+def test_reserved_bits_of_an_instruction_descriptor_in_a_kernel(bit):
+    product = mma.Product(1, 128, 64)
+    raw = product.instruction_descriptor
+    case = mma.probe_of(product).case
+    text = case.ptx.replace(f"mov.u32 %r20, {raw:#x}", f"mov.u32 %r20, {raw | 1 << bit:#x}")
+    with pytest.raises(SimulationError, match=f"reserved bit {bit} is set"):
+        replay(dataclasses.replace(case, ptx=text))
+
+
+@pytest.mark.simulator
+def test_reserved_bits_of_a_matrix_descriptor_in_a_kernel():
+    case = mma.probe_of(mma.Product(1, 128, 64)).case
+    text = case.ptx.replace(
+        "or.b64 %db, %db, 0x", f"or.b64 %db, %db, {1 << 53:#x};\nor.b64 %db, %db, 0x"
+    )
+    with pytest.raises(SimulationError, match="bits 53-60"):
+        replay(dataclasses.replace(case, ptx=text))

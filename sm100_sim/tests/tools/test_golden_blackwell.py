@@ -3,6 +3,7 @@ their own mistakes."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -11,16 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sm100_sim.tools.golden.instructions import gather, pairs, tcgen05
+from sm100_sim.tools.golden.instructions import gather, mma, pairs, tcgen05
 from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator
 
-PROBES = [*tcgen05.probes(), *pairs.probes(), *gather.probes()]
+MMAS = list(mma.probes())
+OTHERS = [*tcgen05.probes(), *pairs.probes(), *gather.probes()]
+PROBES = [*MMAS, *OTHERS]
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.case.name)
+@pytest.mark.parametrize("probe", OTHERS, ids=lambda probe: probe.case.name)
 def test_the_simulator_agrees_with_numpy(probe):
+    assert probe.wrong(replay(probe.case)) == ""
+
+
+# The swizzled forms of 16-bit types are those that every kernel of the project runs.
+@pytest.mark.parametrize("probe", MMAS, ids=lambda probe: probe.case.name)
+@pytest.mark.sampled("*plain*", "*e4m3*", "*order*", "*negated", "*256x256 group 2 A tmem B mn")
+def test_the_simulator_multiplies_as_numpy_does(probe):
     assert probe.wrong(replay(probe.case)) == ""
 
 
@@ -28,6 +38,7 @@ def test_the_simulator_agrees_with_numpy(probe):
     "name",
     [
         "tcgen05/mma bf16 256x128 group 2 A k B k",
+        "tcgen05/mma e4m3 128x32 group 1 A mn B mn plain",
         "tcgen05/cp 4x256b",
         "pairs/load cluster 2",
         "gather/four rows of a pair swizzle 128",
@@ -65,10 +76,25 @@ def test_wrong_responses_of_launch_control_are_seen(change, what):
 
 def test_products_cover_the_kernels_shapes():
     """One case at least for each kind of product that docs/kernels.md names."""
-    shapes = {(p.group, p.m, p.n, p.a == "tmem", p.b_mn) for p in tcgen05.PRODUCTS}
+    shapes = {(p.group, p.m, p.n, p.a == "tmem", p.b_mn) for p in mma.PRODUCTS}
     # QK and dP; PV with P in tensor memory; dK/dV's products of M = 128 pairs; dQ.
     assert {(2, 256, 128, False, False), (2, 256, 256, True, True), (2, 128, 256, False, True),
             (2, 128, 128, False, False)} <= shapes  # fmt: skip
+    forms = {(p.dtype, p.n, p.a, p.plain, p.negate) for p in mma.PRODUCTS}
+    # Decode of 16 rows, and of 32 with keys in e4m3; dS by queries and by keys; a negative scale.
+    assert {("bf16", 16, "mn", "b", False), ("e4m3", 32, "mn", "b", False),
+            ("bf16", 256, "k", "a", False), ("bf16", 256, "mn", "a", False),
+            ("bf16", 128, "k", "", True)} <= forms  # fmt: skip
+
+
+def test_mmas_out_of_order_are_seen():
+    """The chain that overwrites A is issued before the one that reads it."""
+    (probe,) = (p for p in MMAS if p.case.name == "tcgen05/mma order of S over P")
+    head, *chains, rest = re.split(r"(?=mov\.u32 %r1, b;\nshr)", probe.case.ptx)
+    last, tail = rest.split("mov.b16 %mask", 1)
+    reads, writes = "".join(chains[:2]), chains[2] + last
+    turned = dataclasses.replace(probe.case, ptx=f"{head}{writes}{reads}mov.b16 %mask{tail}")
+    assert "words differ" in probe.wrong(replay(turned))
 
 
 def test_the_assembler_takes_every_case(tmp_path):

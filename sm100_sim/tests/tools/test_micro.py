@@ -52,7 +52,7 @@ def test_mma_intervals_are_those_of_the_closed_form(shape):
 
 
 @pytest.mark.parametrize("kernel", [
-    tensor._products(2, 256, 256, False, 8, 1, 4, 2), replace(tensor._query(), grid=64),
+    tensor._products(2, 256, 256, tensor.SMEM, 8, 1, 4, 2), replace(tensor._query(), grid=64),
     rates._stream(2, True), rates._stream(2, False), rates._busy(20, 2), memory._cold_load(),
 ], ids=lambda kernel: kernel.name)  # fmt: skip
 def test_kernels_that_the_model_does_not_follow_run(kernel):

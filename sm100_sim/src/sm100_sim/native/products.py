@@ -48,18 +48,18 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 @native
 def matrix_is_valid(raw: u64) -> boolean:
     """Return True if a matrix descriptor passes all checks of `descriptors.decode_matrix`."""
-    return raw >> 46 & 127 == 1 and raw >> 61 & 1 == 0
+    return raw >> 46 & 0x7FFF == 1 and raw >> 61 & 1 == 0
 
 
 @native
 def instruction_is_covered(raw: u32, group: u32, a_in_tmem: u32) -> boolean:
     """Return True if these routines do what an instruction descriptor requests."""
-    if raw & 0x600C != 0 or raw >> 4 & 3 != 1 or raw >> 7 & 7 > 1 or raw >> 10 & 7 > 1:
+    if raw & 0x2080604F != 0 or raw >> 4 & 3 != 1 or raw >> 7 & 7 > 1 or raw >> 10 & 7 > 1:
         return False
     n = (raw >> 17 & 63) << 3
     if n == 0 or n > 256 or n & 15 != 0 or (raw >> 24 & 31) << 4 != ROWS * group:
         return False
-    return a_in_tmem == 0 or raw >> 15 & 1 == 0
+    return a_in_tmem == 0 or (raw >> 15 & 1 == 0 and n % (16 * group) == 0)
 
 
 @native

@@ -20,6 +20,7 @@ import numpy as np
 
 from sm100_sim.isa.emitter import Emitter
 from sm100_sim.isa.table import resolve, row_of
+from sm100_sim.isa.tensor.tcgen05 import check_groups
 from sm100_sim.jit import cache as translation_cache
 from sm100_sim.jit.engine import (
     compile_module,
@@ -166,6 +167,7 @@ def translate(
     start = time.perf_counter()
     for instruction in kernel.instructions:
         resolve(instruction)
+    check_groups(kernel)
     if keep or not kernel.blocks:
         kernel.blocks = build_blocks(kernel)
         mark_spins(kernel)

@@ -65,9 +65,9 @@ class MatrixDescriptor:
 def decode_matrix(raw: int) -> MatrixDescriptor:
     """Decode a 64-bit SMEM matrix descriptor.
 
-    Raises DescriptorError naming the field: a version other than 0b001 in bits 46-48, an LBO
-    in absolute mode (bit 52), a non-zero base offset (bits 49-51: a swizzle pattern that does
-    not start on its own size) or a swizzle mode without an XOR pattern here.
+    Raises DescriptorError naming the field: a version other than 0b001 in bits 46-48, bits 53-60
+    other than 0, an LBO in absolute mode (bit 52), a non-zero base offset (bits 49-51: a swizzle
+    pattern that does not start on its own size) or a swizzle mode without an XOR pattern here.
     """
     what = f"SMEM matrix descriptor {raw:#018x}: "
     _check(raw >> 46 & 7 == 1, what + f"bits 46-48 are {raw >> 46 & 7:#05b}, accepted 0b001")
@@ -76,6 +76,7 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
         what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
         "pattern on a multiple of its size",
     )
+    _check(not raw >> 53 & 255, what + f"bits 53-60 are {raw >> 53 & 255:#010b}, accepted 0")
     _check(not raw >> 52 & 1, what + "absolute leading-dimension mode (bit 52) is not modelled")
     mode = raw >> 61
     _check(mode in _SWIZZLE_MODES, what + f"swizzle mode {mode}, accepted 0, 1, 2, 4, 6")
@@ -280,6 +281,16 @@ def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
     )
 
 
+#: Bits of an instruction descriptor that must be 0: of dense kinds, and of block-scaled ones.
+_RESERVED = (0, 1, 6, 23, 29)
+_RESERVED_BLOCK_SCALED = (0, 1, 3, 6)
+
+
+def _check_reserved(raw: int, bits: tuple[int, ...], what: str) -> None:
+    for bit in bits:
+        _check(not raw >> bit & 1, what + f"reserved bit {bit} is set, accepted 0")
+
+
 def _check_majors(types: list[str], majors: tuple[bool, bool], what: str) -> None:
     small = [name in ("e2m3", "e3m2", "e2m1") for name in types[:2]]
     _check(
@@ -317,6 +328,7 @@ def decode_instruction(
         return _decode_block_scaled(raw, kind, group, block)
     what = f"instruction descriptor {raw:#010x} of kind::{kind_name}: "
     _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
+    _check_reserved(raw, _RESERVED, what)
     types = []
     for name, value, table in (
         ("A type", raw >> 7 & 7, kind.operands),
@@ -345,6 +357,7 @@ def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> Ins
     1 ue8m0), 29-30 scale id of A, 31 K; the rest as in the other kinds."""
     what = f"instruction descriptor {raw:#010x} of kind::{kind.name}: "
     _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
+    _check_reserved(raw, _RESERVED_BLOCK_SCALED, what)
     _check(not raw >> 31, what + "K 96 (bit 31) does not exist on sm_100")
     types = []
     for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):

@@ -53,6 +53,26 @@ def groups(instruction) -> tuple[int, list[str]]:
     return _GROUPS[given[0]], [m for m in instruction.modifiers if m not in _GROUPS]
 
 
+def check_groups(kernel) -> None:
+    """Raise TmemError for a kernel with instructions of both values of .cta_group.
+
+    PTX ISA 9.7.16.5: all tcgen05 instructions of a kernel have the same one; ptxas refuses others.
+    """
+    first: dict[str, Any] = {}
+    for instruction in kernel.instructions:
+        if instruction.opcode.startswith("tcgen05."):
+            for modifier in _GROUPS.keys() & instruction.modifiers:
+                first.setdefault(modifier, instruction)
+    if len(first) > 1:
+        (one, here), (other, there) = first.items()
+        raise TmemError(
+            f"kernel {kernel.name} has {one} ({here.name}, line {here.line}) and {other} "
+            f"({there.name}, line {there.line}); accepted: one cta_group in all tcgen05 "
+            "instructions of a kernel",
+            instruction=there,
+        )
+
+
 def participants(cta, group: int) -> tuple:
     """The CTAs that an instruction of `group` works on, the even one of a pair first."""
     if group == 1:
@@ -417,6 +437,11 @@ def _checked_descriptor(raw: int, form: _Form, a_in_tmem: bool) -> InstructionDe
     descriptor = decode_instruction(raw, form.kind, form.group, form.ws, form.block)
     if a_in_tmem and descriptor.a_mn_major:
         raise TmemError("tcgen05.mma with A in TMEM and transpose-A set: A from TMEM is K-major")
+    if a_in_tmem and form.group == 2 and descriptor.n % 32:
+        raise TmemError(
+            f"tcgen05.mma.cta_group::2 with A in TMEM: N {descriptor.n}, accepted 32..256 in steps "
+            "of 32; with A in shared memory N goes in steps of 16"
+        )
     if a_in_tmem and minifloat.BITS.get(descriptor.a_type, 8) < 8 and not descriptor.kind.packed:
         raise UnknownInstruction(
             f"tcgen05.mma.kind::{form.kind} with A of type {descriptor.a_type} in tensor memory is "

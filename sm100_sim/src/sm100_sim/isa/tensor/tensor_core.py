@@ -367,7 +367,8 @@ def _accumulate(mma: Mma, p: int, destination, b: np.ndarray, a_t: np.ndarray) -
             np.multiply(target, np.float32(2.0**-mma.scale), out=target)
         np.add(target, product, out=target)
         return
-    product = -(b @ a_t) if negative else b @ a_t
+    # Subtracted from 0, a sum of 0 stays +0, as the sum of products that cancel.
+    product = 0 - b @ a_t if negative else b @ a_t
     old = cells[:, lanes]
     value = _rounded(descriptor, product, old if mma.accumulate else None, mma.scale)
     if mma.disabled is not None:

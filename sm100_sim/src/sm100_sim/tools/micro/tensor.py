@@ -14,17 +14,23 @@ from sm100_sim.tools.descriptors import (
 from .table import Micro
 from .timed import Timed, init_barriers, timed
 
-#: (group, M, N, A in tensor memory): the kernels' shapes, and those of one CTA beside them.
+SMEM, TMEM, PLAIN = "SMEM", "TMEM", "SMEM without a swizzle"
+#: (group, M, N, place of A): the kernels' shapes, and those of one CTA beside them.
 _SHAPES = (
-    (2, 256, 128, False),
-    (2, 256, 256, False),
-    (2, 256, 128, True),
-    (2, 256, 256, True),
-    (2, 128, 128, False),
-    (2, 128, 256, False),
-    (1, 128, 128, False),
-    (1, 128, 128, True),
+    (2, 256, 128, SMEM),
+    (2, 256, 256, SMEM),
+    (2, 256, 256, PLAIN),
+    (2, 256, 128, TMEM),
+    (2, 256, 256, TMEM),
+    (2, 128, 128, SMEM),
+    (2, 128, 256, SMEM),
+    (1, 128, 128, SMEM),
+    (1, 128, 128, TMEM),
 )
+#: Matrix descriptors but for their address, of 128 rows K-major: with the swizzle, and by core
+#: matrices of which those of the next 8 rows come first, as dS of the backward's products.
+_RAW = encode_matrix(MatrixDescriptor(0, 16, 1024, 128))
+_RAW_PLAIN = encode_matrix(MatrixDescriptor(0, 2048, 128, 0))
 _SHARED = 128 << 10
 
 
@@ -124,7 +130,7 @@ def _products(
     group: int,
     m: int,
     n: int,
-    in_tmem: bool,
+    place: str,
     count: int,
     targets: int = 1,
     ctas: int = 0,
@@ -132,12 +138,12 @@ def _products(
 ) -> Timed:
     """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait.
 
-    ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there.
+    place: of A. ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there.
     """
     types = InstructionDescriptor(
         KINDS["f16"], m, n, "bf16", "bf16", "f32", False, False, False, False
     )
-    raw = encode_matrix(MatrixDescriptor(0, 16, 1024, 128))
+    a_raw = _RAW_PLAIN if place == PLAIN else _RAW
     setup = (
         (_random_operands() if ctas else "")
         + init_barriers()
@@ -147,12 +153,13 @@ def _products(
             "setp.eq.u32 %mine, %rank, 0;\nand.pred %mine, %mine, %first;\n"
             "setp.eq.u32 %accumulate, %zero, 0;\n"
             "shr.u32 %w1, %pool, 4;\nand.b32 %w1, %w1, 0x3FFF;\ncvt.u64.u32 %d0, %w1;\n"
-            f"or.b64 %d0, %d0, {raw:#x};\nadd.u64 %d1, %d0, {32768 // 16};\n"
+            f"or.b64 %d1, %d0, {_RAW:#x};\nadd.u64 %d1, %d1, {32768 // 16};\n"
+            f"or.b64 %d0, %d0, {a_raw:#x};\n"
             f"mov.u32 %w2, {encode_instruction(types):#x};\nadd.u32 %w3, %addr, 256;\n"
             f"add.u32 %w4, %addr, {n if targets > 1 else 0};\n"
         )
     )
-    a = "[%w3]" if in_tmem else "%d0"
+    a = "[%w3]" if place == TMEM else "%d0"
     issue = "".join(
         f"tcgen05.mma.cta_group::{group}.kind::f16 [%{'w4' if i % targets else 'addr'}], {a}, %d1, "
         "%w2, %accumulate;\n"
@@ -166,8 +173,7 @@ mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], %parity;
 @!%done bra WAITING;
 xor.b32 %parity, %parity, 1;
 PAST:"""
-    where = "tmem" if in_tmem else "smem"
-    name = f"{count} mma {m}x{n} group {group} A {where}, {targets} accumulators"
+    name = f"{count} mma {m}x{n} group {group} A {place.lower()}, {targets} accumulators"
     return timed(
         f"{name}, {ctas} CTAs" if ctas else name,
         body,
@@ -200,15 +206,14 @@ PAST:"""
     )
 
 
-def _mma(group: int, m: int, n: int, in_tmem: bool) -> tuple[Micro, Micro]:
-    where = "TMEM" if in_tmem else "SMEM"
-    name = f"{m}x{n} group {group} A {where}"
-    form = mma_cost(m, n, group, in_tmem)
-    few, more = (_products(group, m, n, in_tmem, count) for count in (8, 40))
+def _mma(group: int, m: int, n: int, place: str) -> tuple[Micro, Micro]:
+    name = f"{m}x{n} group {group} A {place}"
+    form = mma_cost(m, n, group, place == TMEM)
+    few, more = (_products(group, m, n, place, count) for count in (8, 40))
     return (
         Micro(f"MMA interval {name}", "clocks", (few, more), lambda a, b: (b - a) / 32, "",
               f"each further instruction; the model's closed form has {form.interval}", True),
-        Micro(f"MMA latency {name}", "clocks", (_products(group, m, n, in_tmem, 1),),
+        Micro(f"MMA latency {name}", "clocks", (_products(group, m, n, place, 1),),
               lambda a: a, "", "one, its commit and the wait; the closed form has "
               f"{form.latency}", True),
     )  # fmt: skip
@@ -220,7 +225,7 @@ def _all_pairs(sms: int) -> tuple[Micro, ...]:
     count, rounds, ctas = 160, 4000, sms // 2 * 2
     flop = 2.0 * 256 * 256 * 16 * count * rounds * ctas / 2
     few, many = (
-        (_products(2, 256, 256, False, count, 1, ctas, number),) for number in (400, rounds)
+        (_products(2, 256, 256, SMEM, count, 1, ctas, number),) for number in (400, rounds)
     )
     what = "256x256 of every pair, random operands"
     return (
@@ -238,7 +243,7 @@ def table(sms: int) -> tuple[Micro, ...]:
     pair = mma_cost(256, 128, 2, False).latency
     loads = (_load(8, 1, 1), _load(64, 1, 1))
     stores = (_store(8), _store(64))
-    switch = tuple(_products(2, 256, 128, False, 40, targets) for targets in (1, 2))
+    switch = tuple(_products(2, 256, 128, SMEM, 40, targets) for targets in (1, 2))
     return (
         Micro("TMEM load", "clocks before the first column", loads,
               lambda a, b: a - 8 * (b - a) / 56, "tmem_load", "a load and its wait, one warp",
@@ -255,7 +260,7 @@ def table(sms: int) -> tuple[Micro, ...]:
               lambda a, b: 56 / (b - a), "", "what 64 columns take longer than 8", True),
         *(micro for shape in _SHAPES for micro in _mma(*shape)),
         Micro("MMA latency beyond the closed form", "clocks",
-              (_products(2, 256, 128, False, 1),), lambda a: a - pair, "mma_extra_latency",
+              (_products(2, 256, 128, SMEM, 1),), lambda a: a - pair, "mma_extra_latency",
               "256x128 of a pair", True, around=51.5),
         Micro("MMA switch", "clocks", switch, lambda a, b: (b - a) / 40, "mma_switch",
               "two accumulators in turn less one alone", True),

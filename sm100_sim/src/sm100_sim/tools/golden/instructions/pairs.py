@@ -90,16 +90,21 @@ def _loads() -> Iterator[Probe]:
 _GRID = 1024
 
 
-def _clc_ptx(cluster: int) -> str:
-    """Each CTA, of one thread, counts its tile, notes the response to a request for another, which
+def _clc_ptx(cluster: int, multicast: bool) -> str:
+    """multicast: the response goes to all CTAs of the cluster, in a launch without clusters to the
+    CTA itself.
+
+    Each CTA, of one thread, counts its tile, notes the response to a request for another, which
     the first CTA of its cluster makes for all, and goes on with that.
 
     p0: how often each tile was worked on. p1: the response to the request made there, as words.
     p2: what query_cancel says of it: 1 + ctaid.x, or 0 where nothing was cancelled.
     """
-    sync, multicast = (SYNC, ".multicast::cluster::all") if cluster > 1 else ("", "")
+    sync = SYNC if cluster > 1 else ""
+    to_all = ".multicast::cluster::all" if multicast else ""
+    size = "" if multicast and cluster == 1 else f".reqnctapercluster {cluster}, 1, 1\n"
     return (
-        f"{HEADER}{declare(0, 3)}\n.reqnctapercluster {cluster}, 1, 1\n{{\n"
+        f"{HEADER}{declare(0, 3)}\n{size}{{\n"
         ".shared .align 16 .b8 response[16];\n.shared .align 8 .b64 bar;\n"
         ".shared .align 16 .b8 ballast[47000];\n"
         ".reg .b128 %words;\n.reg .b32 %tile, %parity, %r<8>;\n.reg .b64 %rd<8>, %state;\n"
@@ -113,7 +118,7 @@ def _clc_ptx(cluster: int) -> str:
         "fence.proxy.async;\n"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar], 16;\n{sync}"
         "@%leads clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
-        f"{multicast}.b128 [response], [bar];\n"
+        f"{to_all}.b128 [response], [bar];\n"
         "WAITING:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], %parity;\n"
         "@!%done bra WAITING;\nxor.b32 %parity, %parity, 1;\n"
         "ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [response];\nld.shared.b128 %words, [response];\n"
@@ -164,11 +169,12 @@ def show_clc(found: list[np.ndarray]) -> dict[str, Any]:
     return rows
 
 
-def _launch_control(cluster: int) -> Probe:
+def _launch_control(cluster: int, multicast: bool) -> Probe:
     outputs = (np.zeros(_GRID, np.uint32), np.zeros((_GRID, 4), np.uint32),
                np.zeros(_GRID, np.uint32))  # fmt: skip
-    name = f"pairs/launch control{f' cluster {cluster}' if cluster > 1 else ''}"
-    case = Case(name, "pairs", _clc_ptx(cluster), (), outputs, (), _GRID, 1, cluster)
+    of_cluster = f" cluster {cluster}" if cluster > 1 else " multicast" * multicast
+    name = f"pairs/launch control{of_cluster}"
+    case = Case(name, "pairs", _clc_ptx(cluster, multicast), (), outputs, (), _GRID, 1, cluster)
     return Probe(
         case,
         "raw words of the response; every tile is worked on once",
@@ -181,4 +187,5 @@ def _launch_control(cluster: int) -> Probe:
 def probes() -> Iterator[Probe]:
     """All of this module."""
     yield from _loads()
-    yield from map(_launch_control, (1, 2))
+    for cluster, multicast in ((1, False), (1, True), (2, True)):
+        yield _launch_control(cluster, multicast)

@@ -1,8 +1,7 @@
-"""Cases of tcgen05 and tensor memory (PTX ISA 9.7.16), which no Hopper GPU can record.
+"""Cases of tensor memory (PTX ISA 9.7.16), which no Hopper GPU can record.
 
 They are `Probe`s: next to the case stands what its outputs must be, computed in numpy from the
-layouts that the PTX ISA draws and from nothing of the simulator. Operands are integers so small
-that every sum is exact, so results compare bit for bit.
+layouts that the PTX ISA draws and from nothing of the simulator. Those of tcgen05.mma are in `mma`.
 
 A CTA has four warps; warp w owns the lanes 32 w .. 32 w + 31 of tensor memory.
 """
@@ -14,25 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sm100_sim.isa.tensor.descriptors import (
-    KINDS,
-    InstructionDescriptor,
-    MatrixDescriptor,
-    encode_instruction,
-    encode_matrix,
-)
+from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, encode_matrix
 
-from .. import inputs as make
 from ..cases import Case
 from ..ptx_text import declare
 from .tma import FILL, THREADS, dump
 
 HEADER = ".version 8.6\n.target sm_100a\n.address_size 64\n"
 SYNC = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
-#: K of a case: four instructions of 16, one swizzle atom of 128 bytes.
-K, SLICE = 64, 16
 LANES = 128
-_ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -141,201 +130,6 @@ def await_barrier(label: str) -> str:
     return (
         f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], 0;\n"
         f"@!%done bra {label};\ntcgen05.fence::after_thread_sync;\n"
-    )
-
-
-# ---------------------------------------------------------------- tcgen05.mma
-
-
-@dataclass(frozen=True)
-class Product:
-    """One shape: group, M (of the pair) and N; dtype; where A lies ("k", "mn": in shared memory,
-    K-major or M-major; "tmem"); whether B is N-major."""
-
-    group: int
-    m: int
-    n: int
-    dtype: str = "bf16"
-    a: str = "k"
-    b_mn: bool = False
-
-    @property
-    def name(self) -> str:
-        b = "mn" if self.b_mn else "k"
-        return f"mma {self.dtype} {self.m}x{self.n} group {self.group} A {self.a} B {b}"
-
-    @property
-    def rows(self) -> int:
-        """Rows of A and, from there, lanes that a CTA holds."""
-        return self.m // self.group
-
-    @property
-    def columns(self) -> int:
-        """Columns of tensor memory that D takes in a CTA."""
-        return self.n // 2 if (self.group, self.m) == (2, 128) else self.n
-
-
-#: The kernels' shapes: pairs, M = 256 and 128, bf16 and f16, either major, P as A in tensor memory;
-#: and those of one CTA that the layouts of the pairs are made of.
-PRODUCTS = (
-    *(Product(2, 256, n, a=a, b_mn=b) for n in (128, 256) for a in ("k", "tmem")
-      for b in (False, True)),
-    *(Product(2, m, 128, a="mn", b_mn=b) for m in (128, 256) for b in (False, True)),
-    *(Product(2, 128, n, b_mn=b) for n in (128, 256) for b in (False, True)), Product(2, 128, 64),
-    Product(2, 256, 128, "f16"), Product(2, 256, 256, "f16", "tmem", True),
-    Product(2, 128, 128, "f16", "mn", True),
-    *(Product(1, m, n) for m in (64, 128) for n in (64, 128)),
-    Product(1, 128, 128, a="tmem", b_mn=True), Product(1, 128, 64, "f16", "mn", True),
-)  # fmt: skip
-
-
-def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """uint16 patterns of small integers."""
-    if dtype == "f16":
-        return values.astype(np.float16).view(np.uint16)
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _packed(values: np.ndarray, dtype: str, mn_major: bool) -> np.ndarray:
-    """uint16 of an operand (rows, K = 64) in shared memory with the 128-byte swizzle.
-
-    K-major: row r is 128 bytes at 128 r. Major in the rows: 64 rows are 128 bytes; eight k of them
-    an atom of 1 KiB, the next 64 rows' atoms 2 KiB further, each slice of 16 k its own block.
-    """
-    rows = len(values)
-    r, k = np.meshgrid(np.arange(rows), np.arange(K), indexing="ij")
-    if mn_major:
-        groups = -(-rows // 64)
-        place = k // SLICE * groups * 2048 + r // 64 * 2048 + k % SLICE // 8 * 1024
-        place = place + k % 8 * _ROW_BYTES + r % 64 * 2
-    else:
-        place = r * _ROW_BYTES + k * 2
-    # Bits 4-6 of the address change by bits 7-9; what is packed starts on 1 KiB.
-    place = place ^ (place >> 3 & 0x70)
-    memory = np.zeros(rows * K, np.uint16)
-    memory[place // 2] = _bits(values, dtype)
-    return memory
-
-
-def _descriptor(mn_major: bool, rows: int) -> tuple[int, int]:
-    """Return (matrix descriptor but for its address, 16-byte units from a slice of K to the
-    next)."""
-    if not mn_major:
-        return encode_matrix(MatrixDescriptor(0, 16, 1024, 128)), SLICE * 2 // 16
-    groups = -(-rows // 64)
-    return encode_matrix(MatrixDescriptor(0, 2048, 1024, 128)), groups * 2048 // 16
-
-
-def _issue(p: Product) -> str:
-    """Thread 0 of the pair's first CTA: four products and a commit to the barriers of all."""
-    types = InstructionDescriptor(KINDS["f16"], p.m, p.n, p.dtype, p.dtype, "f32", False, False,
-                                  p.a == "mn", p.b_mn)  # fmt: skip
-    a_raw, a_step = _descriptor(p.a == "mn", p.rows)
-    b_raw, b_step = _descriptor(p.b_mn, p.n // p.group)
-    a = "[%r21]" if p.a == "tmem" else "%da"
-    a_next = (
-        f"add.u32 %r21, %r21, {SLICE // 2};\n"
-        if p.a == "tmem"
-        else f"add.u64 %da, %da, {a_step};\n"
-    )
-    lines = [
-        "setp.ne.u32 %more, %thread, 0;\n@%more bra ISSUED;\nsetp.ne.u32 %more, %rank, 0;\n"
-        "@%more bra ISSUED;\n",
-        *(f"mov.u32 %r1, {name};\nshr.u32 %r1, %r1, 4;\nand.b32 %r1, %r1, 0x3FFF;\n"
-          f"cvt.u64.u32 %d{name}, %r1;\nor.b64 %d{name}, %d{name}, {raw:#x};\n"
-          for name, raw in (("a", a_raw), ("b", b_raw))),
-        f"add.u32 %r21, %taddr, {p.columns};\nmov.u32 %r20, {encode_instruction(types):#x};\n"
-        "setp.ne.u32 %sum, %rank, 0;\n",
-    ]  # fmt: skip
-    for _ in range(K // SLICE):
-        lines.append(
-            f"tcgen05.mma.cta_group::{p.group}.kind::f16 [%taddr], {a}, %db, %r20, %sum;\n"
-            f"setp.eq.u32 %sum, %rank, 0;\n{a_next}add.u64 %db, %db, {b_step};\n"
-        )
-    commit = f"tcgen05.commit.cta_group::{p.group}.mbarrier::arrive::one.shared::cluster"
-    if p.group == 2:
-        lines.append(f"mov.b16 %mask, 3;\n{commit}.multicast::cluster.b64 [bar], %mask;\nISSUED:\n")
-    else:
-        lines.append(f"{commit}.b64 [bar];\nISSUED:\n")
-    return "".join(lines)
-
-
-def _a_to_tmem(columns: int) -> str:
-    """All threads: lane := row of p0, two elements of K to a column, behind the columns of D."""
-    words = registers("w", K // 2)
-    loads = "".join(f"ld.global.u32 %w{i}, [%rd1+{4 * i}];\n" for i in range(K // 2))
-    return (
-        "ld.param.u64 %rd1, [p0];\nmov.u32 %r1, %ctaid.x;\n"
-        f"mad.lo.u32 %r1, %r1, {THREADS}, %thread;\nmul.wide.u32 %rd2, %r1, {2 * K};\n"
-        f"add.u64 %rd1, %rd1, %rd2;\n{loads}add.u32 %a, %taddr, %lanes;\n"
-        f"add.u32 %a, %a, {columns};\n"
-        f"tcgen05.st.sync.aligned.32x32b.x{K // 2}.b32 [%a], {words};\n"
-        "tcgen05.wait::st.sync.aligned;\n"
-    )
-
-
-def _mma_ptx(p: Product) -> str:
-    a_bytes, b_bytes = p.rows * K * 2, p.n // p.group * K * 2
-    columns = next(
-        c for c in (32, 64, 128, 256, 512) if c >= p.columns + (K // 2 if p.a == "tmem" else 0)
-    )
-    sync = SYNC if p.group == 2 else "bar.sync 0;\n"
-    shared = f".shared .align 1024 .b8 b[{b_bytes}];\n.reg .b32 %w<{K // 2}>;\n.reg .b16 %mask;\n"
-    if p.a == "tmem":
-        # The descriptor of A is computed all the same; it needs a name.
-        shared += ".shared .align 1024 .b8 a[1024];\n"
-        operands = _a_to_tmem(p.columns)
-    else:
-        shared += f".shared .align 1024 .b8 a[{a_bytes}];\n"
-        operands = to_shared(a_bytes, "p0", "a", "COPY_A")
-    body = (
-        f"{operands}{to_shared(b_bytes, 'p1', 'b', 'COPY_B')}fence.proxy.async;\n"
-        f"tcgen05.fence::before_thread_sync;\n{sync}tcgen05.fence::after_thread_sync;\n"
-        f"{_issue(p)}{await_barrier('WAITING')}{dump_columns(p.columns, 'p2')}"
-    )
-    return frame(shared, body, p.group, columns, 3)
-
-
-def _cell(p: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (CTA, lane, column) of every element of D (PTX ISA 9.7.16.10.5, data-path layouts)."""
-    row, column = np.meshgrid(np.arange(p.m), np.arange(p.n), indexing="ij")
-    cta, lane = row // p.rows, row % p.rows
-    if (p.group, p.m) == (1, 64):
-        lane = row % 16 + row // 16 * 32
-    if (p.group, p.m) == (2, 128):
-        lane, column = lane + 64 * (column // (p.n // 2)), column % (p.n // 2)
-    return cta, lane, column
-
-
-def _small(seed: int, rows: int) -> np.ndarray:
-    """Integers -4 .. 4, float32 (rows, K)."""
-    picks = make.scrambled(seed, rows * K) % np.uint64(9)
-    return picks.astype(np.float32).reshape(rows, K) - 4
-
-
-def _mma(p: Product, number: int) -> Probe:
-    a, b = _small(700 + number, p.m), _small(800 + number, p.n)
-    per_cta = p.n // p.group
-    if p.a == "tmem":
-        halves = _bits(a, p.dtype)
-        a_memory = halves.reshape(p.group, LANES, K)
-    else:
-        parts = [
-            _packed(a[i * p.rows : (i + 1) * p.rows], p.dtype, p.a == "mn") for i in range(p.group)
-        ]
-        a_memory = np.stack(parts)
-    b_memory = np.stack(
-        [_packed(b[i * per_cta : (i + 1) * per_cta], p.dtype, p.b_mn) for i in range(p.group)]
-    )
-    words = np.full((p.group, LANES, p.columns), FILL, np.uint32)
-    words[_cell(p)] = (a @ b.T).astype(np.float32).view(np.uint32)
-    case = Case(
-        f"tcgen05/{p.name}", "tcgen05", _mma_ptx(p),
-        (np.ascontiguousarray(a_memory).view(np.uint32), b_memory.view(np.uint32)),
-        (np.zeros_like(words),), (), p.group, THREADS, p.group,
-    )  # fmt: skip
-    return Probe(
-        case, "D = A B^T of small integers against numpy, lanes beside it untouched", (words,)
     )
 
 
@@ -464,8 +258,6 @@ def _copy(shape: str) -> Probe:
 
 def probes() -> Iterator[Probe]:
     """All of this module."""
-    for number, product in enumerate(PRODUCTS):
-        yield _mma(product, number)
     for shape in _FRAGMENTS:
         for repeat in _repeats(shape):
             yield _load(shape, repeat)

@@ -1,0 +1,399 @@
+"""Cases of tcgen05.mma (PTX ISA 9.7.16.10), which no Hopper GPU can record.
+
+Operands are integers so small that every sum is exact, so results compare bit for bit. K of a case
+is 128 bytes: four instructions of 32 bytes, one row of the 128-byte swizzle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sm100_sim.isa.tensor.descriptors import (
+    KINDS,
+    InstructionDescriptor,
+    MatrixDescriptor,
+    encode_instruction,
+    encode_matrix,
+)
+
+from .. import inputs as make
+from ..cases import Case
+from .tcgen05 import LANES, SYNC, Probe, await_barrier, dump_columns, frame, registers, to_shared
+from .tma import FILL, THREADS
+
+K_BYTES, SLICE_BYTES, SLICES = 128, 32, 4
+#: Columns of tensor memory that K of A takes, four bytes each.
+A_COLUMNS = K_BYTES // 4
+_ROW_BYTES = 128
+_WIDTH = {"bf16": 2, "f16": 2, "e4m3": 1}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One form: group, M (of the pair) and N; dtype; where A lies ("k", "mn": in shared memory,
+    K-major or M-major; "tmem"); whether B is N-major. plain: operands in shared memory without a
+    swizzle, "a" and "b". negate: A is negated."""
+
+    group: int
+    m: int
+    n: int
+    dtype: str = "bf16"
+    a: str = "k"
+    b_mn: bool = False
+    plain: str = ""
+    negate: bool = False
+
+    @property
+    def name(self) -> str:
+        majors = ("A", self.a), ("B", "mn" if self.b_mn else "k")
+        operands = (f"{x} {where}{' plain' * (x.lower() in self.plain)}" for x, where in majors)
+        shape = f"{self.dtype} {self.m}x{self.n} group {self.group}"
+        return f"mma {shape} {' '.join(operands)}{' negated' * self.negate}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of A and, from there, lanes that a CTA holds."""
+        return self.m // self.group
+
+    @property
+    def columns(self) -> int:
+        """Columns of tensor memory that D takes in a CTA."""
+        return self.n // 2 if (self.group, self.m) == (2, 128) else self.n
+
+    @property
+    def k(self) -> int:
+        return K_BYTES // _WIDTH[self.dtype]
+
+    @property
+    def kind(self) -> str:
+        return "f8f6f4" if self.dtype == "e4m3" else "f16"
+
+    @property
+    def instruction_descriptor(self) -> int:
+        return encode_instruction(
+            InstructionDescriptor(
+                KINDS[self.kind], self.m, self.n, self.dtype, self.dtype, "f32", self.negate,
+                False, self.a == "mn", self.b_mn,
+            )
+        )  # fmt: skip
+
+
+#: The kernels' shapes: pairs, M = 256 and 128, bf16 and f16, either major, P as A in tensor memory;
+#: and those of one CTA that the layouts of the pairs are made of.
+PRODUCTS = (
+    *(Product(2, 256, n, a=a, b_mn=b) for n in (128, 256) for a in ("k", "tmem")
+      for b in (False, True)),
+    *(Product(2, m, 128, a="mn", b_mn=b) for m in (128, 256) for b in (False, True)),
+    *(Product(2, 128, n, b_mn=b) for n in (128, 256) for b in (False, True)), Product(2, 128, 64),
+    Product(2, 256, 128, "f16"), Product(2, 256, 256, "f16", "tmem", True),
+    Product(2, 128, 128, "f16", "mn", True),
+    *(Product(1, m, n) for m in (64, 128) for n in (64, 128)),
+    Product(1, 128, 128, a="tmem", b_mn=True), Product(1, 128, 64, "f16", "mn", True),
+    # dS of `backward_products` has no swizzle, reduced over queries and over keys; A of the wide
+    # pair is loaded in two halves.
+    *(Product(2, m, 256, a=a, b_mn=True, plain="a") for m in (128, 256) for a in ("k", "mn")),
+    # Either operand without a swizzle, in either major.
+    Product(1, 128, 64, plain="b"), Product(1, 128, 64, b_mn=True, plain="b"),
+    Product(1, 128, 64, plain="ab"), Product(1, 128, 64, a="mn", b_mn=True, plain="ab"),
+    # Decode: few rows as N, V major in its columns, P without a swizzle.
+    *(Product(1, 128, n) for n in (16, 32)),
+    *(Product(1, 128, n, a="mn", b_mn=True, plain="b") for n in (16, 32, 64)),
+    *(Product(1, 128, n, "e4m3") for n in (32, 64, 128)),
+    *(Product(1, 128, n, "e4m3", "mn", True, "b") for n in (32, 64, 128)),
+    # The forward of e4m3: P in tensor memory, V major in its columns.
+    Product(2, 256, 128, "e4m3"), Product(2, 256, 256, "e4m3", "tmem", True),
+    # Negative scales of scores.
+    Product(1, 128, 32, negate=True), Product(1, 128, 32, "e4m3", negate=True),
+    *(Product(2, m, 128, negate=True) for m in (128, 256)),
+)  # fmt: skip
+
+
+def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Patterns of small integers, of the width of the type."""
+    if dtype == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    if dtype == "e4m3":
+        # 1 is 0x38, 2 0x40, 3 0x44, 4 0x48; eight exponents of eight steps each.
+        sizes = np.array([0, 0x38, 0x40, 0x44, 0x48], np.uint8)[np.abs(values).astype(int)]
+        return sizes | np.where(values < 0, 0x80, 0).astype(np.uint8)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An operand of (rows, K) in shared memory. place: byte of each element. size: bytes. raw: the
+    matrix descriptor but for its address. step: 16-byte units from a slice of K to the next."""
+
+    place: np.ndarray
+    size: int
+    raw: int
+    step: int
+
+    @classmethod
+    def swizzled(cls, rows: int, width: int, mn_major: bool) -> Image:
+        """With the 128-byte swizzle. K-major: row r is 128 bytes at 128 r. Major in the rows: 128
+        bytes of them are a run; eight k of runs an atom of 1 KiB, those of a slice of K behind each
+        other, then those of the next rows; each slice is a block."""
+        r, k = np.meshgrid(np.arange(rows), np.arange(K_BYTES // width), indexing="ij")
+        if mn_major:
+            run, of_slice = _ROW_BYTES // width, SLICE_BYTES // width
+            atoms, runs = of_slice // 8 * 1024, -(-rows // run)
+            place = k // of_slice * (runs * atoms) + r // run * atoms + k % of_slice // 8 * 1024
+            place = place + k % 8 * _ROW_BYTES + r % run * width
+            raw = encode_matrix(MatrixDescriptor(0, atoms, 1024, 128))
+            size, step = SLICES * runs * atoms, runs * atoms // 16
+        else:
+            place = r * _ROW_BYTES + k * width
+            raw = encode_matrix(MatrixDescriptor(0, 16, 1024, 128))
+            size, step = rows * K_BYTES, SLICE_BYTES // 16
+        # Bits 4-6 of the address change by bits 7-9; an image starts on 1 KiB.
+        return cls(place ^ (place >> 3 & 0x70), size, raw, step)
+
+    @classmethod
+    def plain(cls, rows: int, width: int, mn_major: bool) -> Image:
+        """Without a swizzle, by core matrices of 8 x 16 bytes. K-major: those of the next 8 rows
+        come first, as keys of dS in `backward_products`. Major in the rows: those of the next 8 k,
+        as P of decode."""
+        r, k = np.meshgrid(np.arange(rows), np.arange(K_BYTES // width), indexing="ij")
+        run = 16 // width
+        if mn_major:
+            ahead, across = 128, K_BYTES // width // 8 * 128
+            place = k // 8 * ahead + r // run * across + k % 8 * 16 + r % run * width
+            step = SLICE_BYTES // width // 8 * ahead // 16
+        else:
+            ahead, across = rows // 8 * 128, 128
+            place = k // run * ahead + r // 8 * across + r % 8 * 16 + k % run * width
+            step = 2 * ahead // 16
+        raw = encode_matrix(MatrixDescriptor(0, ahead, across, 0))
+        return cls(place, rows * K_BYTES, raw, step)
+
+    def bytes(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        """Return the bytes of an operand (rows, K)."""
+        memory = np.zeros(self.size, np.uint8)
+        width = _WIDTH[dtype]
+        memory.view(f"u{width}")[self.place // width] = _bits(values, dtype)
+        return memory
+
+
+def _image(p: Product, which: str) -> Image:
+    """The image of a CTA's part of operand "a" or "b"."""
+    rows, major = (p.rows, p.a == "mn") if which == "a" else (p.n // p.group, p.b_mn)
+    layout = Image.plain if which in p.plain else Image.swizzled
+    return layout(rows, _WIDTH[p.dtype], major)
+
+
+def _address(name: str, buffer: str, raw: int) -> str:
+    """%d<name> := descriptor of a buffer."""
+    return (
+        f"mov.u32 %r1, {buffer};\nshr.u32 %r1, %r1, 4;\nand.b32 %r1, %r1, 0x3FFF;\n"
+        f"cvt.u64.u32 %d{name}, %r1;\nor.b64 %d{name}, %d{name}, {raw:#x};\n"
+    )
+
+
+def _chain(p: Product, steps: tuple[int, int], result: str = "%taddr", adds: bool = False) -> str:
+    """Four instructions: A at [%r21] or %da, B at %db, which move by `steps`; the first one adds to
+    the result if `adds`."""
+    a = "[%r21]" if p.a == "tmem" else "%da"
+    a_next = (
+        f"add.u32 %r21, %r21, {SLICE_BYTES // 4};\n"
+        if p.a == "tmem"
+        else f"add.u64 %da, %da, {steps[0]};\n"
+    )
+    lines = [
+        f"mov.u32 %r20, {p.instruction_descriptor:#x};\n"
+        f"setp.{'eq' if adds else 'ne'}.u32 %sum, %rank, 0;\n"
+    ]
+    for _ in range(SLICES):
+        lines.append(
+            f"tcgen05.mma.cta_group::{p.group}.kind::{p.kind} [{result}], {a}, %db, %r20, %sum;\n"
+            f"setp.eq.u32 %sum, %rank, 0;\n{a_next}add.u64 %db, %db, {steps[1]};\n"
+        )
+    return "".join(lines)
+
+
+def _issued(group: int, chains: str) -> str:
+    """Thread 0 of the pair's first CTA: MMAs and a commit to the barriers of all; all wait."""
+    leaders = (
+        "setp.ne.u32 %more, %thread, 0;\n@%more bra ISSUED;\nsetp.ne.u32 %more, %rank, 0;\n"
+        "@%more bra ISSUED;\n"
+    )
+    commit = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster"
+    signal = f"{commit}.b64 [bar];\n"
+    if group == 2:
+        signal = f"mov.b16 %mask, 3;\n{commit}.multicast::cluster.b64 [bar], %mask;\n"
+    return f"{leaders}{chains}{signal}ISSUED:\n{await_barrier('WAITING')}"
+
+
+def _issue(p: Product, a: Image, b: Image) -> str:
+    addresses = _address("a", "a", a.raw) + _address("b", "b", b.raw)
+    start = f"{addresses}add.u32 %r21, %taddr, {p.columns};\n"
+    return _issued(p.group, start + _chain(p, (a.step, b.step)))
+
+
+def _a_to_tmem(columns: int) -> str:
+    """All threads: lane := row of p0, four bytes of K to a column, behind the columns of D."""
+    words = registers("w", A_COLUMNS)
+    loads = "".join(f"ld.global.u32 %w{i}, [%rd1+{4 * i}];\n" for i in range(A_COLUMNS))
+    return (
+        "ld.param.u64 %rd1, [p0];\nmov.u32 %r1, %ctaid.x;\n"
+        f"mad.lo.u32 %r1, %r1, {THREADS}, %thread;\nmul.wide.u32 %rd2, %r1, {K_BYTES};\n"
+        f"add.u64 %rd1, %rd1, %rd2;\n{loads}add.u32 %a, %taddr, %lanes;\n"
+        f"add.u32 %a, %a, {columns};\n"
+        f"tcgen05.st.sync.aligned.32x32b.x{A_COLUMNS}.b32 [%a], {words};\n"
+        "tcgen05.wait::st.sync.aligned;\n"
+    )
+
+
+def _mma_ptx(p: Product, a: Image, b: Image) -> str:
+    needed = p.columns + (A_COLUMNS if p.a == "tmem" else 0)
+    sync = SYNC if p.group == 2 else "bar.sync 0;\n"
+    # The descriptor of A is computed even if it lies in tensor memory; it needs a name.
+    a_bytes = 1024 if p.a == "tmem" else a.size
+    shared = (
+        f".shared .align 1024 .b8 b[{b.size}];\n.shared .align 1024 .b8 a[{a_bytes}];\n"
+        f".reg .b32 %w<{A_COLUMNS}>;\n.reg .b16 %mask;\n"
+    )
+    operand = _a_to_tmem(p.columns) if p.a == "tmem" else to_shared(a.size, "p0", "a", "COPY_A")
+    body = (
+        f"{operand}{to_shared(b.size, 'p1', 'b', 'COPY_B')}fence.proxy.async;\n"
+        f"tcgen05.fence::before_thread_sync;\n{sync}tcgen05.fence::after_thread_sync;\n"
+        f"{_issue(p, a, b)}{dump_columns(dumped(p.columns), 'p2')}"
+    )
+    return frame(shared, body, p.group, allocated(needed), 3)
+
+
+def allocated(columns: int) -> int:
+    """Return the columns that tcgen05.alloc has for so many."""
+    return next(count for count in (32, 64, 128, 256, 512) if count >= columns)
+
+
+def dumped(columns: int) -> int:
+    """Return the columns that a case reads back: at least 32, so that neighbours are seen."""
+    return max(columns, 32)
+
+
+def _cell(p: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (CTA, lane, column) of every element of D (PTX ISA 9.7.16.10.5, data-path layouts)."""
+    row, column = np.meshgrid(np.arange(p.m), np.arange(p.n), indexing="ij")
+    cta, lane = row // p.rows, row % p.rows
+    if (p.group, p.m) == (1, 64):
+        lane = row % 16 + row // 16 * 32
+    if (p.group, p.m) == (2, 128):
+        lane, column = lane + 64 * (column // (p.n // 2)), column % (p.n // 2)
+    return cta, lane, column
+
+
+def _small(seed: int, rows: int, k: int) -> np.ndarray:
+    """Integers -4 .. 4, float32 (rows, k)."""
+    picks = make.scrambled(seed, rows * k) % np.uint64(9)
+    return picks.astype(np.float32).reshape(rows, k) - 4
+
+
+def _parts(p: Product, which: str, values: np.ndarray) -> np.ndarray:
+    """uint32 (CTA, words): each CTA's rows of an operand as they lie in its shared memory."""
+    image = _image(p, which)
+    parts = [image.bytes(rows, p.dtype) for rows in np.split(values, p.group)]
+    return np.stack(parts).view(np.uint32)
+
+
+def probe_of(p: Product, number: int = 0) -> Probe:
+    """The probe of a form. number: of its random operands."""
+    a, b = _small(700 + number, p.m, p.k), _small(800 + number, p.n, p.k)
+    if p.a == "tmem":
+        a_memory = _bits(a, p.dtype).view(np.uint32).reshape(p.group, LANES, A_COLUMNS)
+    else:
+        a_memory = _parts(p, "a", a)
+    words = np.full((p.group, LANES, dumped(p.columns)), FILL, np.uint32)
+    # Adding 0 makes +0 of a -0, which no sum of products that starts at +0 gives.
+    result = (-a if p.negate else a) @ b.T + np.float32(0)
+    words[_cell(p)] = result.astype(np.float32).view(np.uint32)
+    case = Case(
+        f"tcgen05/{p.name}", "tcgen05", _mma_ptx(p, _image(p, "a"), _image(p, "b")),
+        (np.ascontiguousarray(a_memory), _parts(p, "b", b)),
+        (np.zeros_like(words),), (), p.group, THREADS, p.group,
+    )  # fmt: skip
+    return Probe(
+        case, "D = A B^T of small integers against numpy, lanes beside it untouched", (words,)
+    )
+
+
+# ---------------------------------------------------------------- order of MMAs
+
+#: Wide and narrow MMAs of a pair; B serves as A in shared memory of the narrow ones, too.
+_WIDE, _PV = Product(2, 256, 256), Product(2, 256, 256, a="tmem")
+_NARROW, _NARROWER = Product(2, 256, 128), Product(2, 256, 64)
+_ORDER_COLUMNS = 384
+
+
+def _rows_of(n: int) -> np.ndarray:
+    """Rows of B that an MMA of N = n reads, of the 128 in each CTA's shared memory."""
+    return np.concatenate([np.arange(n // 2), 128 + np.arange(n // 2)])
+
+
+def _order(
+    name: str, what: str, chains: str, expected: np.ndarray, memory: tuple[np.ndarray, ...]
+) -> Probe:
+    """A pair's MMAs behind each other without a wait. expected: float32 (256, columns)."""
+    words = np.full((2, LANES, _ORDER_COLUMNS), FILL, np.uint32)
+    results = expected.astype(np.float32).view(np.uint32).reshape(2, LANES, -1)
+    words[..., : results.shape[2]] = results
+    size = Image.swizzled(128, 2, False).size
+    shared = f".shared .align 1024 .b8 b[{size}];\n.reg .b32 %w<{A_COLUMNS}>;\n.reg .b16 %mask;\n"
+    body = (
+        f"{_a_to_tmem(256)}{to_shared(size, 'p1', 'b', 'COPY_B')}fence.proxy.async;\n"
+        f"tcgen05.fence::before_thread_sync;\n{SYNC}tcgen05.fence::after_thread_sync;\n"
+        f"{_issued(2, chains)}{dump_columns(_ORDER_COLUMNS, 'p2')}"
+    )
+    case = Case(
+        f"tcgen05/mma order {name}", "tcgen05", frame(shared, body, 2, 512, 3), memory,
+        (np.zeros_like(words),), (), 2, THREADS, 2,
+    )  # fmt: skip
+    return Probe(case, what, (words,))
+
+
+def _orders() -> Iterator[Probe]:
+    """MMAs of one thread run in the order of issue, whatever their shapes: `mma-order`."""
+    a, b = _small(690, 256, _PV.k), _small(691, 256, _PV.k)
+    memory = (
+        np.ascontiguousarray(_bits(a, "bf16").view(np.uint32).reshape(2, LANES, A_COLUMNS)),
+        _parts(_WIDE, "b", b),
+    )
+    raw = Image.swizzled(128, 2, False).raw
+    operands = _address("a", "b", raw) + _address("b", "b", raw)
+    steps = (SLICE_BYTES // 16, SLICE_BYTES // 16)
+
+    def scores(n: int) -> np.ndarray:
+        return b @ b[_rows_of(n)].T
+
+    under = (
+        f"{operands}add.u32 %r21, %taddr, 256;\n{_chain(_PV, steps)}"
+        f"{operands}add.u32 %r22, %taddr, 256;\n{_chain(_NARROW, steps, '%r22')}"
+    )
+    yield _order(
+        "of S over P", "an MMA writes where the one before it reads A, in tensor memory", under,
+        np.concatenate([a @ b.T, scores(128)], 1), memory,
+    )  # fmt: skip
+    columns = scores(256)
+    columns[:, 64:192] = scores(128)
+    columns[:, 96:160] += scores(64)
+    over = (
+        f"{operands}{_chain(_WIDE, steps)}"
+        f"{operands}add.u32 %r22, %taddr, 64;\n{_chain(_NARROW, steps, '%r22')}"
+        f"{operands}add.u32 %r22, %taddr, 96;\n{_chain(_NARROWER, steps, '%r22', adds=True)}"
+    )
+    # Behind the columns of D lies A, which none of these reads.
+    stored = memory[0].reshape(256, A_COLUMNS).view(np.float32)
+    yield _order(
+        "of three shapes", "wide, narrow and narrower MMAs over the same columns", over,
+        np.concatenate([columns, stored], 1), memory,
+    )  # fmt: skip
+
+
+def probes() -> Iterator[Probe]:
+    """All of this module."""
+    for number, product in enumerate(PRODUCTS):
+        yield probe_of(product, number)
+    yield from _orders()
