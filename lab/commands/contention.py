@@ -21,7 +21,7 @@ from bench.tables.table import BASIS, MACHINE, Column, Table
 from lab.model.origin import modelled_machine
 from lab.model.predictor import Predictor, predictor_of
 from lab.paths import PATH_COLUMNS, Paths, path_figures, path_note
-from sm100_sim.timing import ALONE, Room
+from lab.whole.problem import ALONE, Room
 
 #: CTA pairs that are held: 8 to 32 CTAs of NCCL hold half as many, or as many where no two share a
 #: pair of SMs.

@@ -24,7 +24,7 @@ from lab.model.peers import frost_backward
 from lab.model.predictor import Predictor, predictor_of
 from lab.model.stored_tiles import DV, PRODUCT
 from lab.model.tiles import DKDV, DQ, STEP_WORK
-from sm100_sim.timing import TileCosts
+from lab.whole.problem import TileCosts
 
 _FORWARD_STEP = "256 queries x 128 keys"
 #: (provider, direction) -> (kernel as its costs are called, what it makes, what a step or unit of a

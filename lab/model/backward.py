@@ -22,18 +22,9 @@ from lab.model.machines import memory_seconds
 from lab.model.stored_tiles import dv_tiles, product_tiles
 from lab.model.tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 from lab.paths import Paths
-from sm100_sim.timing import (
-    ALONE,
-    BURST,
-    Call,
-    Conditions,
-    Room,
-    Schedule,
-    TileCosts,
-    Tiles,
-    Values,
-    schedule,
-)
+from lab.whole.conditions import BURST, Call, Conditions
+from lab.whole.problem import ALONE, Room, Schedule, TileCosts, Tiles, schedule
+from sm100_sim.timing import Values
 
 FLOAT_BYTES = 4.0
 

@@ -2,7 +2,7 @@
 
 The costs come from replays of one cluster that runs a few tiles of small problems (`replays`); a
 problem of any size is then a list of tiles (`tiles`) that a discrete-event run places on all
-clusters (`sm100_sim.timing.whole.problem`). Nothing here is measured.
+clusters (`lab.whole.problem`). Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -18,19 +18,9 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.machines import memory_seconds
 from lab.model.tiles import ForwardTiling, forward_tiles
 from lab.paths import Paths
-from sm100_sim.timing import (
-    ALONE,
-    BURST,
-    Call,
-    Conditions,
-    Room,
-    Schedule,
-    Tile,
-    TileCosts,
-    Tiles,
-    Values,
-    schedule,
-)
+from lab.whole.conditions import BURST, Call, Conditions
+from lab.whole.problem import ALONE, Room, Schedule, Tile, TileCosts, Tiles, schedule
+from sm100_sim.timing import Values
 
 
 @dataclass(frozen=True)

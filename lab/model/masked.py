@@ -36,8 +36,10 @@ from lab.model.ours import Variant, forward_call
 from lab.model.replays import SEED, Traced, digest, fitted, kept
 from lab.model.tiles import KEYS, ROWS, STEP_WORK, ForwardTiling, Order
 from lab.paths import Paths
+from lab.whole.conditions import Call
+from lab.whole.problem import Tile
 from sm100_sim import timing
-from sm100_sim.timing import Call, Machine, Tile, Values
+from sm100_sim.timing import Machine, Values
 
 #: Halves of a tile of queries, each of as many as a tile of bits has.
 HALVES = ROWS // MASK_TILE

@@ -46,8 +46,9 @@ from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept
 from lab.model.stored_tiles import DS, DV, PRODUCT, ROWS, STEP, product_order
 from lab.model.tiles import PARTIAL_ROW, ROW, BackwardTiling, Order, indices, section_of
 from lab.paths import Paths
+from lab.whole.problem import Tile, TileCosts, Tiles
 from sm100_sim import timing
-from sm100_sim.timing import Machine, Tile, TileCosts, Tiles
+from sm100_sim.timing import Machine
 
 #: Samples of the kernel of dV, whose tiles are of keys: NOTE [one cost of a step]; of the other
 #: one, which knows of no bits.
@@ -194,7 +195,7 @@ def _shared(steps: np.ndarray, met: np.ndarray, length: int) -> tuple[np.ndarray
     """Return (rows of the other side that each tile of a head lists, rows besides that fall to
     each).
 
-    What tiles of a head share is counted as nested (`sm100_sim.timing.Tile`): all of it is the
+    What tiles of a head share is counted as nested (`lab.whole.problem.Tile`): all of it is the
     longest list. Rows that some tile lists and this one does not come from HBM once, too. steps: of
     each tile; met: of each block of the other side, 0 where no tile lists it; length: of that side.
     """

@@ -2,7 +2,7 @@
 
 Costs of a tile are fitted to replays of one CTA with tiles of the call's own rows: how many of them
 exist decides what a tile's end takes. Loads of a step are replayed at an SM's share of L2; HBM
-bounds a whole problem (`sm100_sim.timing.whole.problem`).
+bounds a whole problem (`lab.whole.problem`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept, with
 from lab.model.samples import SAMPLE_SOFTCAP
 from lab.model.tiles import KEYS, ForwardTiling
 from lab.paths import Paths
+from lab.whole.problem import Late
 from sm100_sim import timing
-from sm100_sim.timing import Late, Machine
+from sm100_sim.timing import Machine
 
 #: One CTA, which has an SM to itself, runs every tile of a replay.
 ONE_SM = replace(B200, sms=1, pairs=1)

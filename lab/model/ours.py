@@ -65,8 +65,9 @@ from lab.model.samples import (
 from lab.model.tiles import DKDV, ROWS, STEP_WORK, BackwardTiling, ForwardTiling
 from lab.paths import Paths
 from lab.published.rows import Build
+from lab.whole.problem import Late, TileCosts
 from sm100_sim import timing
-from sm100_sim.timing import Late, Machine, TileCosts
+from sm100_sim.timing import Machine
 
 #: Steps that the tensor core is behind the load warp, with three tiles of keys or values loaded.
 LOADS_AHEAD = 2.5

@@ -29,7 +29,8 @@ from lab.model.peers.frost_backward import FrostBackward
 from lab.model.stated_errors import ratio_error
 from lab.paths import Paths
 from lab.published.rows import Build, Published
-from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
+from lab.whole.conditions import BURST, SUSTAINED, Call
+from sm100_sim.timing import Machine, Values, load
 
 
 class Provider(Protocol):

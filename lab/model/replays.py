@@ -20,8 +20,9 @@ import torch
 from fa4_hd256 import progress
 from fa4_hd256.environment import CACHE_DIR, cache_directory
 from fa4_hd256.run.native_cache import NativeCache
+from lab.whole.problem import Sample, TileCosts, fit
 from sm100_sim import timing
-from sm100_sim.timing import Machine, Sample, TileCosts, fit
+from sm100_sim.timing import Machine
 
 
 @dataclass(frozen=True)

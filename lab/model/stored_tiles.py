@@ -23,7 +23,7 @@ from lab.model.tiles import (
     shared_by,
     tiles_of_keys,
 )
-from sm100_sim.timing import Tile
+from lab.whole.problem import Tile
 
 #: Rows of a tile, and of a step.
 ROWS, STEP = 256, 128

@@ -18,7 +18,8 @@ from lab.model.calls import Chunk
 from lab.model.machines import memory_seconds
 from lab.model.tiles import PARTIAL_ROW, ROW, key_steps
 from lab.paths import Paths
-from sm100_sim.timing import ALONE, Room, Schedule, Tile, Tiles, Values, schedule
+from lab.whole.problem import ALONE, Room, Schedule, Tile, Tiles, schedule
+from sm100_sim.timing import Values
 
 #: Names of the kernel: where dK and dV leave at once, and where they are added up.
 WHOLE, PARTIAL = "whole", "partial"

@@ -27,7 +27,7 @@ from fa4_hd256.schedulers import (
     tile_coordinates,
 )
 from lab.model.machines import B200
-from sm100_sim.timing import Late, Tile
+from lab.whole.problem import Late, Tile
 
 #: Keys of a step, and of a unit of the backward; queries of a tile and of a unit.
 KEYS, ROWS = 128, 256
@@ -88,7 +88,7 @@ class ForwardTiling:
 
     head_dim; rows: queries of a cluster's tile; cluster: CTAs; keys: of a step. warpgroups: of a
     CTA that each leave out steps that their own rows do not see. policy: see
-    `sm100_sim.timing.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
+    `lab.whole.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
@@ -98,7 +98,7 @@ class ForwardTiling:
     K or V. operand_bytes: of an element of what the tensor core multiplies, which takes as long for
     a byte whatever the type. prefetches: whether the queries of the next tile are loaded while a
     tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
-    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
+    `lab.whole.problem.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
     order is made for; order: how.
     """
 

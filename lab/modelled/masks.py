@@ -19,7 +19,7 @@ from lab.model import masked, masked_backward
 from lab.model.origin import modelled_machine
 from lab.model.predictor import Predictor, predictor_of
 from lab.paths import PATH_COLUMNS, Paths, path_figures, path_note
-from sm100_sim.timing import Call
+from lab.whole.conditions import Call
 
 MODELLED_COLUMNS = (
     Column("direction"), Column("shape"), Column("heads"), Column("mask"),

@@ -29,7 +29,8 @@ from bench import suite
 from bench.processes import each
 from bench.suite import FORWARD
 from lab.published.rows import BURST, FIT, TEST, Published
-from sm100_sim.timing import Call, Machine, load
+from lab.whole.conditions import Call
+from sm100_sim.timing import Machine, load
 
 #: Errors of logarithms: of the model in one row, in a ratio, and of a clock.
 ROW_ERROR, RATIO_ERROR, CLOCK_ERROR = 0.04, 0.02, 0.04

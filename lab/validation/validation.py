@@ -21,7 +21,9 @@ from lab.model.samples import Samples
 from lab.model.stated_errors import lengths_of
 from lab.model.tiles import KEYS, ROWS
 from lab.published.rows import BURST, FIT, TEST, Build, Published
-from sm100_sim.timing import Conditions, TileCosts, load
+from lab.whole.conditions import Conditions
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 DRAWS = 4
 REPLAYED_COLUMNS = (

@@ -43,8 +43,10 @@ from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept
 from lab.model.samples import BACKWARD_SAMPLES, Sample, Samples, backward_tiles, parts_of
 from lab.model.stored_tiles import DV
 from lab.model.tiles import ROWS, BackwardTiling, ForwardTiling
+from lab.whole.conditions import Call
+from lab.whole.problem import Late, TileCosts
 from sm100_sim import timing
-from sm100_sim.timing import Call, Late, Machine, TileCosts, Values, load
+from sm100_sim.timing import Machine, Values, load
 
 #: Clock at which kernels are replayed; L2's part of latencies follows it (`machines.held_at`).
 REPLAYED_GHZ = 1.65

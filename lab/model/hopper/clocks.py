@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.micro.whole_gpu_measure import PRODUCT
-from sm100_sim.timing import Call, Values
+from lab.whole.conditions import Call
+from sm100_sim.timing import Values
 
 #: Shares of their clocks that tensor cores work: in cuDNN's attention, in a product.
 ATTENTION_BUSY, PRODUCT_BUSY = 0.69, 0.95

@@ -17,7 +17,8 @@ from lab.model.hopper.attention import Variant
 from lab.model.ours import OurProvider
 from lab.model.peers import flash_attn_4_hopper as theirs
 from lab.published.rows import Build
-from sm100_sim.timing import Call, Machine, Values
+from lab.whole.conditions import Call
+from sm100_sim.timing import Machine, Values
 
 #: Text for kernels without a replay.
 _NO_REPLAY = "the timing model has no replay of Hopper's kernels for {}"

@@ -20,7 +20,8 @@ from lab.model.hopper import attention as model
 from lab.model.hopper.clocks import DEFAULT, Clocks
 from lab.model.machines import gpu_of
 from lab.model.peers import flash_attn_4_hopper as theirs
-from sm100_sim.timing import Call, Machine, load
+from lab.whole.conditions import Call
+from sm100_sim.timing import Machine, load
 
 OURS, THEIRS = "fa4_hd256", "flash-attn-4"
 #: Names of GPUs in those of rows.

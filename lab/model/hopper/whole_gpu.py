@@ -13,16 +13,9 @@ import numpy as np
 
 from lab.micro import whole_gpu_kernels
 from lab.micro.whole_gpu_kernels import BUFFER, TILES, WORK
-from sm100_sim.timing import (
-    FLOP_PER_CLOCK,
-    Call,
-    Conditions,
-    Tile,
-    TileCosts,
-    Values,
-    l2_share,
-    schedule,
-)
+from lab.whole.conditions import FLOP_PER_CLOCK, Call, Conditions
+from lab.whole.problem import Tile, TileCosts, schedule
+from sm100_sim.timing import Values, l2_share
 
 _HERE = Path(whole_gpu_kernels.__file__)
 #: TFLOPS at the nominal clock and picojoules a FLOP of operations: of products of zeros and of

@@ -43,7 +43,8 @@ from lab.model.samples import (
 from lab.model.tiles import KEYS, ROWS, BackwardTiling, ForwardTiling
 from lab.paths import Paths
 from lab.published.rows import FLASH_ATTENTION, Build
-from sm100_sim.timing import Machine, TileCosts
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import Machine
 
 NAME, SINGLE_ROWS = flash_attn_4.PACKAGE, flash_attn_4.SINGLE_ROWS
 #: Samples with KV splits: (left bound of windowed ones, keys).

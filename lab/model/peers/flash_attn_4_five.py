@@ -29,7 +29,8 @@ from lab.model.samples import BACKWARD_SINGLE_SAMPLES
 from lab.model.summed_dq import PARTIAL, Step, SummedDq
 from lab.model.tiles import KEYS, BackwardTiling
 from lab.paths import Paths
-from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import Action, Machine, StoredProgram, Values
 
 #: A CTA pair has 128 keys, a step 128 queries and 512 clocks of the tensor core a product.
 STEP = Step(KEYS, 128, 5 * 512.0, 2)

@@ -25,7 +25,8 @@ from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.replays import SEED, Traced, fitted, kept, programs
 from lab.model.summed_dq import WHOLE, Step, SummedDq, kernel_of
 from lab.model.tiles import BackwardTiling, ForwardTiling
-from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import Action, Machine, StoredProgram, Values
 
 #: Keys of a step of its forward; rows of a tile.
 FORWARD_KEYS, FORWARD_ROWS = {256: 80, 128: 128}, 128

@@ -38,8 +38,9 @@ from lab.model.samples import (
 from lab.model.tiles import KEYS, ROWS, ForwardTiling
 from lab.paths import Paths
 from lab.published.rows import FROST, Build
+from lab.whole.problem import TileCosts
 from sm100_sim import timing
-from sm100_sim.timing import Machine, TileCosts
+from sm100_sim.timing import Machine
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,9 @@ from lab.model.backward import GradientCalls
 from lab.model.machines import memory_seconds
 from lab.model.tiles import KEYS, ROW, ROWS
 from lab.paths import Paths
-from sm100_sim.timing import (
-    ALONE,
-    Call,
-    Room,
-    Tile,
-    TileCosts,
-    Tiles,
-    Values,
-    schedule,
-)
+from lab.whole.conditions import Call
+from lab.whole.problem import ALONE, Room, Tile, TileCosts, Tiles, schedule
+from sm100_sim.timing import Values
 
 #: Its kernels on tensor cores, as launched one behind the other.
 KERNELS = ("main", "dk", "dq")

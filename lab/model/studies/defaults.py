@@ -44,7 +44,8 @@ from lab.model.machines import gpu_of
 from lab.model.ours import Variant
 from lab.model.predictor import OURS_FORWARD, Predictor
 from lab.model.tiles import DKDV, KEYS, STEP_WORK, Order
-from sm100_sim.timing import BURST, Late
+from lab.whole.conditions import BURST
+from lab.whole.problem import Late
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ def _late(steps: int, step: float) -> Late:
 
 
 DEFAULT_CLAIM = f"{CLAIM_STEPS} steps left to load"
-#: When the next tile is claimed under CLC: name -> as `sm100_sim.timing.schedule` takes it, by the
+#: When the next tile is claimed under CLC: name -> as `lab.whole.problem.schedule` takes it, by the
 #: work of a step.
 CLAIMS: dict[str, Callable[[float], Late | int]] = {
     "as a tile begins": lambda step: 1,

@@ -9,7 +9,8 @@ from lab.commands import contention
 from lab.model.forward import Kernel
 from lab.model.tiles import ForwardTiling
 from lab.paths import Paths
-from sm100_sim.timing import TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 MACHINE = load("b200")
 #: 37 heads of 1024 queries: 148 tiles, two for each of 74 CTA pairs.

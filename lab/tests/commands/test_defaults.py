@@ -15,7 +15,8 @@ from lab.model.predictor import Predicted
 from lab.model.studies import defaults
 from lab.model.studies.defaults import CHOICES, Choice, Decided
 from lab.model.tiles import BackwardTiling, ForwardTiling, Order, forward_tiles
-from sm100_sim.timing import Late, TileCosts, load
+from lab.whole.problem import Late, TileCosts
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

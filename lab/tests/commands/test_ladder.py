@@ -24,7 +24,7 @@ from lab.model.ours import Ours
 from lab.model.studies import ladder as modelled
 from lab.model.tiles import ForwardTiling
 from lab.paths import Paths
-from sm100_sim.timing import TileCosts
+from lab.whole.problem import TileCosts
 
 CASE = Case("chosen", ((300, 300),), 2, 1, True)
 RIGHT = of_rungs.Error(1e-3, 2e-3, 1e-6)

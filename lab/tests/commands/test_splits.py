@@ -17,7 +17,8 @@ from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import Predicted
 from lab.model.tiles import ForwardTiling, forward_tiles
 from lab.paths import Paths
-from sm100_sim.timing import ALONE, Tile, load, schedule
+from lab.whole.problem import ALONE, Tile, schedule
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

@@ -7,7 +7,8 @@ import pytest
 from bench.suite import FORWARD
 from lab.__main__ import main
 from lab.commands import steps
-from sm100_sim.timing import TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 #: Central, then of two sets: a step of 2048 takes 2048, 2560 and 2304 clocks.
 COSTS = [TileCosts(9.0, 1000.0, 1.0), TileCosts(9.0, 1e-9, 1.25), TileCosts(9.0, 1500.0, 1.125)]

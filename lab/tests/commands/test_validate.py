@@ -27,7 +27,8 @@ from lab.published.rows import (
     Published,
 )
 from lab.validation import validation
-from sm100_sim.timing import Call, load
+from lab.whole.conditions import Call
+from sm100_sim.timing import load
 
 
 def test_instructions_are_no_validation():

@@ -8,7 +8,8 @@ import pytest
 from lab.__main__ import main
 from lab.micro import hopper_kernels
 from lab.model.hopper import whole_gpu as model
-from sm100_sim.timing import Tile, TileCosts, load, replay_program, schedule
+from lab.whole.problem import Tile, TileCosts, schedule
+from sm100_sim.timing import load, replay_program
 
 MEASURED, PREDICTED = model.measurements()
 VALUES = load("h200").values()

@@ -17,7 +17,8 @@ from lab.model.peers.flash_attn_4_five import FlashAttention4FiveProducts
 from lab.model.predictor import PROVIDERS
 from lab.model.replays import Replayed, programs
 from lab.model.summed_dq import SummedDq, tiles_of
-from sm100_sim.timing import Action, TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import Action, load
 
 MACHINE = load()
 FULL, CAUSAL = (Case("dense", ((1024, 1024),) * 2, 8, 8, causal) for causal in (False, True))

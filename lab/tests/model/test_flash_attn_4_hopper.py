@@ -12,7 +12,8 @@ from lab.model.hopper import attention as model
 from lab.model.hopper.clocks import MOST_GHZ, Clocks
 from lab.model.peers import flash_attn_4_hopper as theirs
 from lab.model.summed_dq import tiles_of
-from sm100_sim.timing import Action, TileCosts
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import Action
 
 MACHINE = model.hopper()
 STEP_BYTES = theirs.STEP.queries * 256 * 4

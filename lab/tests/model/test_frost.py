@@ -23,7 +23,8 @@ from lab.model.peers.frost_backward import (
 from lab.model.tiles import forward_tiles
 from lab.published import nvidia
 from lab.published.rows import FROST
-from sm100_sim.timing import TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 CAUSAL = Case("dense", ((2048, 2048),) * 3, 8, 2, True)
 FULL = Case("dense", ((2048, 2048),) * 3, 8, 2, False)

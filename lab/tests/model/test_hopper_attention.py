@@ -15,7 +15,8 @@ from lab.model.hopper import whole_gpu
 from lab.model.hopper.clocks import MOST_GHZ, Clocks
 from lab.model.machines import gpu_of
 from lab.model.tiles import forward_tiles
-from sm100_sim.timing import ALONE, Call, TileCosts
+from lab.whole.conditions import Call
+from lab.whole.problem import ALONE, TileCosts
 
 MACHINE = model.hopper()
 

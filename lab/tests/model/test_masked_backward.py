@@ -24,8 +24,9 @@ from lab.model.ours import Kind, Ours, Variant
 from lab.model.replays import fitted
 from lab.model.stored_tiles import DS, DV, PRODUCT
 from lab.model.tiles import PARTIAL_ROW, ROW, BackwardTiling, Order
+from lab.whole.problem import TileCosts
 from sm100_sim import timing
-from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

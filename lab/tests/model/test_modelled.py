@@ -9,8 +9,9 @@ from lab.model.forward import Kernel
 from lab.model.replays import Replayed, Traced, fitted, kept
 from lab.model.tiles import ForwardTiling
 from lab.paths import Paths, path_figures
+from lab.whole.problem import TileCosts
 from sm100_sim import timing
-from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing import load
 from sm100_sim.timing.machine_code.resources import Instructions
 from sm100_sim.timing.program import Program
 

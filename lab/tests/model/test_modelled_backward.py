@@ -21,8 +21,8 @@ from lab.model.replays import Replayed
 from lab.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
 from lab.model.tiles import DKDV, DQ, ROW, BackwardTiling, dkdv_tiles, dq_tiles
 from lab.paths import Paths
-from sm100_sim.timing import TileCosts, load
-from sm100_sim.timing.whole.problem import hbm_bytes
+from lab.whole.problem import TileCosts, hbm_bytes
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

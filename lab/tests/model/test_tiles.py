@@ -25,8 +25,8 @@ from lab.model.tiles import (
     dq_tiles,
     forward_tiles,
 )
-from sm100_sim.timing import TileCosts, load
-from sm100_sim.timing.whole.problem import hbm_bytes
+from lab.whole.problem import TileCosts, hbm_bytes
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

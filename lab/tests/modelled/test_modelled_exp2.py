@@ -20,7 +20,8 @@ from lab.model.ours import Ours
 from lab.model.replays import Replayed
 from lab.model.tiles import ForwardTiling
 from lab.paths import Paths
-from sm100_sim.timing import TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

@@ -8,7 +8,8 @@ from lab.model.forward import Kernel
 from lab.model.tiles import ForwardTiling
 from lab.modelled import schedulers
 from lab.paths import Paths
-from sm100_sim.timing import TileCosts, load
+from lab.whole.problem import TileCosts
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

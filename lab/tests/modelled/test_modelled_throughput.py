@@ -14,7 +14,8 @@ from lab.model.calls import Kind
 from lab.model.ours import Ours
 from lab.model.predictor import Predicted, Predictor
 from lab.paths import Paths
-from sm100_sim.timing import Call, load
+from lab.whole.conditions import Call
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

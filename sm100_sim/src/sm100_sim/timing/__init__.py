@@ -11,9 +11,6 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | write_trace | a prediction as a Chrome trace |
 | load, machines, Machine, Constant, Values, SETS | constants of modelled GPUs, their sources |
 | l2_share | what an SM gets from L2, of them |
-| schedule, Schedule, Tile, Tiles, TileCosts, Sample, fit | a problem of many tiles on all SMs |
-| Room, ALONE, POLICIES, Late | what of a machine it gets, how and when clusters come by tiles |
-| Call, Conditions, BURST, SUSTAINED | its time as it is measured: clock under load, the host |
 | mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
 | traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
@@ -49,54 +46,25 @@ if TYPE_CHECKING:
     from .sources import model_digest, trace_digest
     from .stored import StoredProgram
     from .tensor import MEASURED, MmaCost, mma_cost
-    from .whole.conditions import BURST, FLOP_PER_CLOCK, SUSTAINED, Call, Conditions
-    from .whole.problem import (
-        ALONE,
-        POLICIES,
-        Late,
-        Room,
-        Sample,
-        Schedule,
-        Tile,
-        TileCosts,
-        Tiles,
-        fit,
-        schedule,
-    )
 
 __all__ = [
-    "ALONE",
-    "BURST",
-    "FLOP_PER_CLOCK",
     "MEASURED",
-    "POLICIES",
     "SETS",
-    "SUSTAINED",
     "Action",
-    "Call",
     "Compiled",
-    "Conditions",
     "Constant",
-    "Late",
     "Machine",
     "MmaCost",
     "Prediction",
     "Replay",
     "ReplayError",
-    "Room",
-    "Sample",
     "SassFunction",
     "SassInstruction",
-    "Schedule",
     "StoredProgram",
-    "Tile",
-    "TileCosts",
-    "Tiles",
     "Values",
     "attached",
     "clocks_measured",
     "disassemble",
-    "fit",
     "l2_share",
     "load",
     "machines",
@@ -105,27 +73,21 @@ __all__ = [
     "predict",
     "predict_launches",
     "replay_program",
-    "schedule",
     "tensor_core_clocks",
     "trace_digest",
     "traced_program",
     "write_trace",
 ]
 
-# Loaded on first use, so that constants and schedules are there without numba and llvmlite.
+# Loaded on first use, so that constants are there without numba and llvmlite.
 _HOMES = {
     "replaying.chrome": {"write_trace": "write"},
-    "whole.conditions": ("BURST", "FLOP_PER_CLOCK", "SUSTAINED", "Call", "Conditions"),
     "machine_constants": (
         "SETS", "Constant", "Machine", "Values", "l2_share", "load", "machines",
     ),
     "prediction": (
         "Prediction", "attached", "predict", "predict_launches", "tensor_core_clocks",
         "traced_program",
-    ),
-    "whole.problem": (
-        "ALONE", "Late", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
-        "fit", "schedule",
     ),
     "program": ("Compiled",),
     "replaying.replay": {

@@ -14,9 +14,6 @@ DECIDING = ("isa", "timing", "trace")
 #: Modules of the timing model that only read what a replay has found.
 READING = (
     "__main__.py",
-    "conditions.py",
-    "placement.py",
-    "problem.py",
     "chrome.py",
     "critical.py",
     "sources.py",

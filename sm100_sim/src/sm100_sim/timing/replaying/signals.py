@@ -51,8 +51,7 @@ def compiled(function: Callable) -> Callable:
 @functools.cache
 def _version() -> str:
     """Digest of the files whose functions are compiled."""
-    names = ("engine.py", "products.py", "shared_port.py", "signals.py", "state.py",
-             "../whole/placement.py")  # fmt: skip
+    names = ("engine.py", "products.py", "shared_port.py", "signals.py", "state.py")
     files = (_HERE / name for name in names)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

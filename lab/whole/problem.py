@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..machine_constants import Values, l2_share
+from sm100_sim.timing.machine_constants import Values, l2_share
+
 from . import placement
 
 #: Share of L2 that operands which tiles have in common may take before they drive each other out.

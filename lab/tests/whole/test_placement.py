@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from lab.whole.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
 from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.whole.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
 
 #: Four clusters of two CTAs; HBM gives 100 bytes per clock, a cluster takes as many.
 VALUES = load().values()._replace(

@@ -78,7 +78,7 @@ def _plain(function: Callable) -> Callable:
 
 
 try:
-    from ..replaying.signals import compiled as _compiled
+    from sm100_sim.timing.replaying.signals import compiled as _compiled
 except ImportError:  # MissingExtra: the timing extra is not installed.
     _compiled = _plain
 

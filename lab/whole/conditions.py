@@ -15,7 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..machine_constants import Values
+from sm100_sim.timing.machine_constants import Values
+
 from .problem import Schedule
 
 #: Dense bf16 FLOP of a CTA in a clock of its tensor core.

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from sm100_sim.timing import BURST, SUSTAINED, Call, Conditions, load
-from sm100_sim.timing.whole.problem import Tile, TileCosts, schedule
+from lab.whole.conditions import BURST, SUSTAINED, Call, Conditions
+from lab.whole.problem import Tile, TileCosts, schedule
+from sm100_sim.timing import load
 
 VALUES = load().values()._replace(
     sms=2, launch_us=0.0, clock_ghz=1.0, power_watts=1000.0, static_watts=200.0, load_ms=100.0,

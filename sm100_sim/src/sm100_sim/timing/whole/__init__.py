@@ -1,1 +1,0 @@
-"""Whole problems: many tiles on all SMs, and the conditions of a measured time."""
