@@ -1,4 +1,4 @@
-"""Microbenchmarks: figures that set constants of the timing model (`sm100_sim.tools.micro`).
+"""Microbenchmarks: figures that set constants of the timing model (`bench.bringup.micro`).
 
 On a GPU each kernel is launched many times; a figure is the median over the launches, with the
 quartiles as its spread. In the simulator the kernels run once, for their errors, without a figure.
@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.bringup.machine_file import like
+from bench.bringup.micro import microbenchmarks
+from bench.bringup.micro.on_gpu import Loaded
+from bench.bringup.micro.table import Micro
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages.gpu import gpu
-from sm100_sim.tools.micro import microbenchmarks
-from sm100_sim.tools.micro.on_gpu import Loaded
-from sm100_sim.tools.micro.table import Micro
 
 #: The simulator runs kernels up to these: CTAs, and bytes of global memory.
 _CTAS, _BUFFER = 128, 1 << 28
@@ -76,7 +76,7 @@ def _figure(micro: Micro, values: np.ndarray) -> Outcome:
 
 def _simulated(micro: Micro, note: Callable[[str], None]) -> Outcome:
     """Run the kernels of a benchmark; what they do wrong is an error of the simulator."""
-    from sm100_sim.tools.micro.simulated import simulate
+    from bench.bringup.micro.simulated import simulate
 
     if micro.seconds:
         return Outcome("not measured", "times of the whole GPU: the simulator runs no such kernel")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from simulated_target import SIMULATOR
 
+from bench.bringup.micro import microbenchmarks
 from bench.bringup.stages import micro
-from sm100_sim.tools.micro import microbenchmarks
 
 pytestmark = pytest.mark.simulator
 

@@ -9,9 +9,9 @@ import micro_replays
 import numpy as np
 import pytest
 
+from bench.bringup.micro import memory, microbenchmarks, on_gpu, rates, tensor
+from bench.bringup.micro.simulated import simulate
 from sm100_sim.timing.machine_constants import Values, load
-from sm100_sim.tools.micro import memory, microbenchmarks, on_gpu, rates, tensor
-from sm100_sim.tools.micro.simulated import simulate
 
 pytestmark = pytest.mark.simulator
 

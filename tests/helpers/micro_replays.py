@@ -8,10 +8,10 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from bench.bringup.micro.simulated import ptx_for_blackwell, simulate
+from bench.bringup.micro.table import Micro
+from bench.bringup.micro.timed import ENTRY, Timed
 from sm100_sim import timing
-from sm100_sim.tools.micro.simulated import ptx_for_blackwell, simulate
-from sm100_sim.tools.micro.table import Micro
-from sm100_sim.tools.micro.timed import ENTRY, Timed
 
 MACHINE = "b200"
 
