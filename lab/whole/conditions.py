@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sm100_sim.timing.machine_constants import Values
+from sm100_sim.timing import Values
 
 from .problem import Schedule
 

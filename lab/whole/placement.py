@@ -7,7 +7,7 @@ as they do on a GPU. What a tile's replay has of its reading, its bytes at the i
 no delay; a delay is what a flow takes longer than that, because others read at the same time.
 
 All of a run's state is in arrays that are made outside, so that numba compiles it without counting
-references (`signals.compiled`); without numba the same functions run in Python.
+references; without numba the same functions run in Python.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def _plain(function: Callable) -> Callable:
 
 
 try:
-    from sm100_sim.timing.replaying.signals import compiled as _compiled
-except ImportError:  # MissingExtra: the timing extra is not installed.
+    import numba
+except ImportError:  # The simulator's timing extra is not installed.
     _compiled = _plain
+else:
+    _compiled = numba.njit(cache=True, _nrt=False)
 
 
 @_compiled

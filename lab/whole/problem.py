@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sm100_sim.timing.machine_constants import Values, l2_share
+from sm100_sim.timing import Values, l2_share
 
 from . import placement
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sm100_sim.launcher import Options
-from sm100_sim.ptx_launcher import launch_ptx
-from sm100_sim.report import Report
+from sm100_sim import Options, Report, launch_ptx
 from sm100_sim.tools.golden.cases import head
 from sm100_sim.tools.golden.replay import placed
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sm100_sim.isa.tensor.descriptors import (
+from sm100_sim.timing import mma_cost
+from sm100_sim.tools.descriptors import (
     KINDS,
     InstructionDescriptor,
     MatrixDescriptor,
     encode_instruction,
     encode_matrix,
 )
-from sm100_sim.timing import mma_cost
 
 from .table import Micro
 from .timed import Timed, init_barriers, timed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lab.whole.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 #: Four clusters of two CTAs; HBM gives 100 bytes per clock, a cluster takes as many.
 VALUES = load().values()._replace(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lab.whole.problem import Room, Sample, Tile, TileCosts, fit, hbm_bytes, schedule
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 VALUES = load().values()._replace(sms=8, launch_us=0.0, cta_reuse=0.0)
 COSTS = TileCosts(begin=100.0, each=50.0, rate=1.0)

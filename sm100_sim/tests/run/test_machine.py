@@ -20,6 +20,7 @@ from sm100_sim.errors import (
 )
 from sm100_sim.launcher import Options
 from sm100_sim.report import Report
+from sm100_sim.state.memory import SHARED_POISON
 from sm100_sim.state.warp import aligned_zeros
 
 pytestmark = pytest.mark.simulator
@@ -458,6 +459,21 @@ def test_reaching_into_a_cta_that_has_exited(access, options):
         )
     assert "allocated bytes" not in str(raised.value)
     assert raised.value.cta in ((0, 0, 0), (2, 0, 0)) and raised.value.instruction.text in access
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_memory_of_an_ended_cta_is_fresh_again(options):
+    """Later CTAs get the pages of earlier ones, full of the pattern of what nobody has written."""
+    body = """
+    mov.u32 %r0, %tid.x;  mov.u32 %r1, %ctaid.x;  mov.u32 %r2, smem;
+    shl.b32 %r3, %r0, 2;  add.u32 %r2, %r2, %r3;
+    ld.shared.b32 %r5, [%r2+64];  st.shared.b32 [%r2+64], %r0;
+    shl.b32 %r6, %r1, 5;  add.u32 %r6, %r6, %r0;
+    mul.wide.u32 %rd0, %r6, 4;  add.s64 %rd0, %rd0, %rd8;  st.global.b32 [%rd0], %r5;
+    """
+    out = np.zeros((6, 32), np.uint32)
+    run_kernel_text(body, [out], grid=(6, 1, 1), threads=1, **options)
+    assert (out == SHARED_POISON).all()
 
 
 PEER = """

@@ -11,7 +11,7 @@ import pytest
 
 from bench.bringup.micro import memory, microbenchmarks, on_gpu, rates, tensor
 from bench.bringup.micro.simulated import simulate
-from sm100_sim.timing.machine_constants import Values, load
+from sm100_sim.timing import Values, load
 
 pytestmark = pytest.mark.simulator
 
@@ -73,8 +73,8 @@ def test_a_gpu_without_tensor_memory_is_not_asked_for_it():
 
 
 def test_the_clock_is_that_of_tensor_cores_where_there_are_any_to_ask():
-    """An SM's clock is lower as soon as tensor cores work (docs/timing.md): with the clock of exp2
-    alone a machine would be too fast for attention."""
+    """An SM's clock is lower as soon as tensor cores work (sm100_sim/docs/timing.md): with that of
+    exp2 alone a machine would be too fast for attention."""
     found = {
         has_tcgen05: [m for m in microbenchmarks(148, has_tcgen05).values()
                       if m.unit == "GHz" and (has_tcgen05 or not m.tcgen05)]

@@ -34,7 +34,7 @@ from sm100_sim.state.barriers import MBarrier
 from sm100_sim.state.events import YIELD, AsyncOp, EagerPolicy, Waiting
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
-from sm100_sim.state.warp import DEFAULT_BUDGET
+from sm100_sim.state.warp import DEFAULT_BUDGET, Pages
 
 from .grid import Grid
 from .in_step import in_step, perform_natively
@@ -96,6 +96,7 @@ class Machine:
         self.clusters = math.prod(self.cluster_grid)
         self.grid = Grid(self.clusters) if grid is None else grid
         self.resident = self.limit = min(resident, self.clusters)
+        self.pages = Pages()
         self.counts = compiled.new_counters()
         self.native = NativeLaunch(len(compiled.kernel.blocks))
         for observer in self.observers:
@@ -521,6 +522,8 @@ class Machine:
                 pass
         for observer in self.observers:
             observer.cluster_ends(cluster)
+        if not left and not self.observers:
+            cluster.give_back()
         del self._resident[cluster.id]
         self._alive -= 1
         self.grid.count_done()

@@ -22,7 +22,7 @@ from sm100_sim.state.events import EagerPolicy, Waiting
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory, poisoned_shared
 from sm100_sim.state.tmem import Tmem
-from sm100_sim.state.warp import FAULT_KINDS, Environment, Fault, Warp, WarpBank
+from sm100_sim.state.warp import FAULT_KINDS, Environment, Fault, Pages, Warp, WarpBank
 
 MBARRIER_BYTES = 8
 
@@ -42,6 +42,7 @@ class Host(Protocol):
     cluster_grid: tuple[int, ...]
     explicit_cluster: bool
     resident: int
+    pages: Pages
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of a cluster of the grid."""
@@ -138,7 +139,7 @@ class Cta:
         self.rank = rank
         self.ctaid = ctaid
         self.smem = cluster.smem[rank]
-        self.tmem = Tmem()
+        self.tmem = Tmem(machine.pages)
         self.peer: Cta | None = None
         self.warps: list[ResidentWarp] = []
         self.running = -(-machine.threads // 32)
@@ -287,7 +288,7 @@ class Cluster:
         self.id = number
         config = machine.config
         size = math.prod(config.cluster)
-        self.smem = poisoned_shared(size, machine.shared_bytes)
+        self.smem = poisoned_shared(size, machine.shared_bytes, machine.pages)
         self.limits = np.full(size, machine.shared_bytes, np.uint32)
         self.barrier = ClusterBarrier(size * machine.threads, machine.wake)
         self.mbarriers: dict[int, MBarrier] = {}
@@ -299,6 +300,7 @@ class Cluster:
         environment = Environment(
             self.smem, self.limits, machine.memory.table, machine.memory.parameters
         )
+        self._banks: list[WarpBank] = []
         self.ctas = [self._make_cta(rank, environment) for rank in range(size)]
         for cta in self.ctas:
             cta.peer = self.ctas[cta.rank ^ 1] if cta.rank ^ 1 < size else None
@@ -312,9 +314,18 @@ class Cluster:
         specials = special_registers(self, rank, ctaid, machine.position_inside(rank))
         state = environment, specials, machine.counts
         warps = range(cta.running)
-        bank = WarpBank(machine.compiled, *state, warps)
+        bank = WarpBank(machine.compiled, *state, warps, machine.pages)
+        self._banks.append(bank)
         cta.warps += [ResidentWarp(machine.compiled, cta, index, *state, bank) for index in warps]
         return cta
+
+    def give_back(self) -> None:
+        """Let later clusters have the memory of this one, which has ended and which nobody reads
+        any more."""
+        pages = self.machine.pages
+        pages.give(self.smem.view(np.uint32), *(cta.tmem.cells for cta in self.ctas))
+        for bank in self._banks:
+            pages.give(bank.r32, bank.r64)
 
     def cta(self, rank: int) -> Cta:
         """The CTA of a rank; raises MemoryFault outside the cluster."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from sm100_sim.errors import MemoryFault
 
-from .warp import aligned_zeros
+from .warp import Pages
 
 #: Fill of shared memory that was never written: a NaN as float32, and as two bf16 or fp16.
 SHARED_POISON = 0x7FFF7FFF
@@ -92,11 +92,10 @@ class GlobalMemory:
         return self.parameters[first : first + nbytes]
 
 
-def poisoned_shared(ctas: int, nbytes: int) -> np.ndarray:
+def poisoned_shared(ctas: int, nbytes: int, pages: Pages | None = None) -> np.ndarray:
     """Shared memory of a cluster, uint8 (ctas, nbytes rounded up to 16), full of SHARED_POISON.
 
     Rows start on 16-byte boundaries of the host.
     """
-    shared = aligned_zeros((ctas, -(-nbytes // 16) * 4), np.uint32)
-    shared.fill(SHARED_POISON)
-    return shared.view(np.uint8)
+    words = ctas, -(-nbytes // 16) * 4
+    return (pages or Pages()).filled(words, np.uint32, SHARED_POISON).view(np.uint8)

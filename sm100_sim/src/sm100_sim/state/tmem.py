@@ -11,6 +11,8 @@ import numpy as np
 from sm100_sim.errors import TmemError
 from sm100_sim.native.layout import TensorMemory
 
+from .warp import Pages
+
 COLUMNS = 512
 LANES = 128
 #: Granularity of allocation, in columns.
@@ -42,8 +44,8 @@ class Tmem:
         "cells", "allocations", "relinquished", "group", "open_chains", "record", "_last",
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.cells = np.full((COLUMNS, LANES), POISON, np.uint32)
+    def __init__(self, pages: Pages | None = None) -> None:
+        self.cells = (pages or Pages()).filled((COLUMNS, LANES), np.uint32, POISON)
         self.record = TensorMemory(self.cells.__array_interface__["data"][0], 0)
         self.allocations: dict[int, int] = {}
         self.relinquished = False

@@ -201,13 +201,14 @@ class WarpBank:
         specials: dict[str, int],
         counters: Any,
         warps: range,
+        pages: Pages | None = None,
     ) -> None:
         self.first, count = warps.start, len(warps)
-        self.r32 = aligned_zeros((count, max(compiled.r32_count, 1), 32), np.uint32)
-        self.r64 = aligned_zeros((count, max(compiled.r64_count, 1), 32), np.uint64)
+        pages = pages or Pages()
         # Registers start with a recognisable pattern: a NaN that no kernel computes.
-        self.r32.fill(0xFFF0_5EED)
-        self.r64.fill(0xFFF0_5EED_FFF0_5EED)
+        rows32, rows64 = max(compiled.r32_count, 1), max(compiled.r64_count, 1)
+        self.r32 = pages.filled((count, rows32, 32), np.uint32, 0xFFF0_5EED)
+        self.r64 = pages.filled((count, rows64, 32), np.uint64, 0xFFF0_5EED_FFF0_5EED)
         self.preds = np.zeros((count, max(compiled.pred_count, 1)), np.uint32)
         self.pcs = np.zeros((count, 32), np.int32)
         self._local = np.zeros((count, 32, max(compiled.kernel.local_bytes, 1)), np.uint8)
@@ -256,6 +257,26 @@ class WarpBank:
             for name, start, stride in rows:
                 setattr(context, name, start + place * stride)
             context.live = (1 << lanes) - 1
+
+
+class Pages:
+    """Arrays of clusters that have ended, for those that begin: pages that are new to the process
+    cost many times what filling them does."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[Any, ...], list[np.ndarray]] = {}
+
+    def filled(self, shape: tuple[int, ...], dtype: Any, value: int) -> np.ndarray:
+        """Return an array on a cache line, full of a value."""
+        spare = self._spare.get((shape, np.dtype(dtype)))
+        array = spare.pop() if spare else aligned_zeros(shape, dtype)
+        array.fill(value)
+        return array
+
+    def give(self, *arrays: np.ndarray) -> None:
+        """Take back arrays that nobody uses any more."""
+        for array in arrays:
+            self._spare.setdefault((array.shape, array.dtype), []).append(array)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
