@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from loop_nest import LoopNest
+
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim.host.cubin import launch_registers
-from sm100_sim.timing.machine_code.loops import LoopNest
 from sm100_sim.timing.machine_code.sass import SassFunction
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)")

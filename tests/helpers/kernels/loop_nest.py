@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .sass import SassFunction, SassInstruction
+from sm100_sim.timing import SassFunction, SassInstruction
 
 #: Instructions of a loop that does work; a loop that polls a barrier and has none of them waits.
 _WORK = ("LDTM", "STTM", "MUFU", "FFMA2", "UTCHMMA", "UTMALDG", "UTMASTG", "STS", "LDS", "SYNCS.A")
@@ -54,33 +54,6 @@ class LoopNest:
         """Innermost loops, not counting those that only wait for a barrier."""
         found = [loop for loop in self.loops if not self._only_waits(loop)]
         return [loop for loop in found if not any(other.blocks < loop.blocks for other in found)]
-
-    def straight_path(self, loop: Loop) -> list[SassInstruction]:
-        """The instructions of one iteration in which every wait succeeds at once.
-
-        Of the ways through the loop it is the longest one that enters no waiting loop: both
-        sides of a branch that skips work are taken as not skipped.
-        """
-        waits = [inner for inner in self.loops if inner.blocks < loop.blocks]
-        polling = {index for inner in waits if self._only_waits(inner) for index in inner.blocks}
-        inside = loop.blocks - polling
-
-        @functools.cache
-        def longest(index: int) -> tuple[int, tuple[int, ...]]:
-            """Return (instructions, blocks) from this block to a latch; -1 if no latch is
-            reached."""
-            own = len(self.instructions_of(index))
-            best: tuple[int, tuple[int, ...]]
-            best = (own, (index,)) if index in loop.latches else (-1, ())
-            for successor in self.function.blocks[index].successors:
-                if successor in inside and successor != loop.header:
-                    length, path = longest(successor)
-                    if length >= 0:
-                        best = max(best, (own + length, (index, *path)))
-            return best
-
-        _, path = longest(loop.header)
-        return [instruction for index in path for instruction in self.instructions_of(index)]
 
     def _only_waits(self, loop: Loop) -> bool:
         opcodes = [i.opcode for index in loop.blocks for i in self.instructions_of(index)]
