@@ -18,10 +18,10 @@ COMMANDS = {
     "training": "a small model trained with each attention: its loss by step",
     "decode": "decoding beside others, over K and V in e4m3, in pages, with new rows of a cache",
     "accuracy": "error of out by degree and share of emulated exp2, or of gradients, simulated",
-    "host": "what the host does before an eager call returns, by part, beside others",
+    "host": "host time of an eager call, beside others",
     "bringup": "the first hour on a GPU: one command, one report",
     "vllm": "random models served by vLLM, with our backend beside its own",
-    "profile": "Nsight Compute on our kernels: its command line, or a summary of its report",
+    "profile": "Nsight Compute on our kernels: its command lines, or run",
     "report": "one HTML page from the JSON results of the others",
 }
 #: Title of the help -> commands.

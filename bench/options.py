@@ -26,9 +26,6 @@ from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 
 #: Limit of `masks`: seconds of all runs of a row, since SDPA takes tens of times as long as ours.
 MASK_SECONDS = 3.0
-#: Sampling of `profile`: 2^(5 + n) clocks between two samples of a warp scheduler, 0 to 31 are
-#: accepted; bytes for the samples.
-INTERVAL, BUFFER_BYTES = 3, 512 << 20
 #: Providers of `throughput` and of `masks`.
 PROVIDERS = (
     OURS, "flash-attn-4", "flash-attn-4, five products", "flash-attn-4, num_splits=0", "FROST",
@@ -162,12 +159,6 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
 def host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has TEXT")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument(
-        "--ragged",
-        type=int,
-        metavar="STEPS",
-        help="instead: kernels that so many packed training steps of other lengths make ready",
-    )
     add_output_options(parser)
 
 
@@ -196,11 +187,8 @@ def masks(parser: argparse.ArgumentParser) -> None:
 def profile(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser, seqlen=8192)
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    parser.add_argument("--run", action="store_true", help="run the commands, and summarise")
-    parser.add_argument("--read", metavar="FILE", help="summarise a raw page written by ncu --csv")
+    parser.add_argument("--run", action="store_true", help="run the commands")
     parser.add_argument("--report", default="fa4_hd256", help="begin of the reports' file names")
-    parser.add_argument("--interval", type=int, default=INTERVAL, help="2^(5 + n) clocks a sample")
-    parser.add_argument("--buffer", type=int, default=BUFFER_BYTES, help="bytes for the samples")
     parser.add_argument("--iket", action="store_true", help="timelines of the kernels' own ranges")
     parser.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)
     add_output_options(parser)

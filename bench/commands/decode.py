@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from bench import suite
 from bench.commands import throughput
-from bench.decode import kv_types, new_rows, pages
+from bench.decode import caches, new_rows
 from bench.measure.providers import Ours
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import COLD, WARM, CudaTimer, Sampling
@@ -54,15 +55,20 @@ def _rate_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 RATES_TITLE = "Decoding beside other implementations"
+
+
+def _over_caches(title: str, cases: Callable[[], list[caches.CacheCase]]) -> Part:
+    first = cases()[0]
+    return Part(
+        cases, caches.columns_of(first), caches.measured, partial(caches.table, first, title)
+    )
+
+
 PARTS = {
     "rates": Part(rate_cases, throughput.columns_of(DECODE_PROVIDERS), _rates, _rate_table),
-    "kv-types": Part(
-        kv_types.default_cases, kv_types.COLUMNS, kv_types.measured, kv_types.table
-    ),
-    "pages": Part(pages.default_cases, pages.COLUMNS, pages.measured, pages.table),
-    "small-pages": Part(
-        pages.small_cases, pages.SMALL_COLUMNS, pages.measured_small, pages.small_table
-    ),
+    "kv-types": _over_caches("Decoding over K and V in e4m3 beside bf16", caches.type_cases),
+    "pages": _over_caches("Keys and values in pages, forward, bf16", caches.page_cases),
+    "small-pages": _over_caches("Keys and values in pages of few rows", caches.small_page_cases),
     "new-rows": Part(
         new_rows.default_cases, new_rows.COLUMNS, new_rows.measured, new_rows.table, WARM
     ),

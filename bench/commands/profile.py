@@ -1,94 +1,131 @@
-"""`python -m bench profile`: Nsight Compute on our kernels, and what matters of its report.
+"""`python -m bench profile`: Nsight Compute on our kernels.
 
-Prints the command lines; with --run it runs them on this machine's GPU. `--read FILE` summarises
-the raw page that `ncu --csv` wrote, here or elsewhere. Options: Nsight Compute CLI manual, command
-line options; names of metrics: Nsight Compute profiling guide. None of it has been tried on an
-SM100 GPU: a metric that a report does not have is listed as such.
+Prints the command lines; with --run it runs them on this machine's GPU, and `ncu` prints what it
+found. Options: Nsight Compute CLI manual, command line options.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from bench.measure.nsight import (
-    METRICS,
-    Sampling,
-    call_twice,
-    collect_command,
-    read_command,
-    read_raw_page,
-    rows,
-    run,
-    trace_command,
-)
-from bench.suite import DIRECTIONS, FORWARD, Case
+import torch
+
+from bench.measure.providers import Inputs, Ours, attempt, backward_call, forward_call
+from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
 from bench.tables.results import emit
 from bench.tables.shape_options import chosen_case
-from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from bench.tables.table import BASIS, MACHINE, Column, Table
 
-COLUMNS = (
-    Column("kernel"),
-    *(Column(m.name, m.unit, m.format, m.name.replace("_", " ")) for m in METRICS),
-    Column("stalls", title="warps waiting when one issues"),
-)
-
-
-def table(found: list[dict[str, Any]]) -> Table:
-    """The summary; what the report lacks is named below."""
-    missing = [m.name for m in METRICS if all(row[m.name] is None for row in found)]
-    notes = ["Per cent of what the unit sustains at its peak; tensor: tcgen05.mma."]
-    if missing:
-        notes.append(f"Not in this report: {', '.join(missing)}.")
-    if any(row["samples_lost"] for row in found):
-        notes.append("Samples of warps were lost: raise --interval or --buffer; stalls are biased.")
-    plot = Plot("kernel", tuple(m.name for m in METRICS if m.unit == "%"))
-    return Table("profile", "Nsight Compute", COLUMNS, found, tuple(notes), plot)
+#: Direction -> regular expression of its kernels' names.
+KERNELS = {
+    FORWARD: "(Forward|Decode|DecodeE4m3|Combine)Kernel",
+    BACKWARD: "(Preprocess|Products|Dq|Dv|Dkdv)Kernel",
+}
+#: Device memory for samples of warps: long kernels lose some of them in the default one.
+BUFFER_BYTES = 512 << 20
 
 
-def command_table(commands: Sequence[tuple[str, list[str]]], note: str) -> Table:
-    """Command lines that were not run: below the table, where they can be copied."""
-    listed = [
-        {"purpose": purpose, "tool": command[0], "command": shlex.join(command),
-         BASIS: "computed", MACHINE: "not run"}
-        for purpose, command in commands
+def workload(case: Case, direction: str) -> list[str]:
+    """Return the command that is profiled: compile, then call twice, in one process."""
+    lengths = [] if case.seqlen_k == case.seqlen_q else [f"--seqlen-k={case.seqlen_k}"]
+    causal = ["--causal"] if case.causal else []
+    window = [] if case.window[0] is None else [f"--window={case.window[0]}"]
+    return [
+        "python", "-m", "bench", "profile", "--workload", f"--direction={direction}",
+        f"--batch={case.batch}", f"--seqlen={case.seqlen_q}", f"--heads={case.heads_text}",
+        *lengths, *causal, *window,
     ]  # fmt: skip
-    lines = "\n".join(row["command"] for row in listed)
-    columns = Column("purpose"), Column("tool")
-    return Table("profile", "Commands", columns, listed, (f"```\n{lines}\n```", note))
+
+
+def collect_command(case: Case, direction: str, report: str) -> list[str]:
+    """Return ncu on the part of the workload that enables it: our kernels only, all sections, no
+    sources.
+
+    How many launches that is depends on the shape: the backward may take several rounds.
+    """
+    return [
+        "ncu", "--set", "full", "--import-source", "no",
+        "--target-processes", "application-only",
+        "--kernel-name", f"regex:{KERNELS[direction]}", "--profile-from-start", "off",
+        "--warp-sampling-buffer-size", str(BUFFER_BYTES),
+        "--export", report, "--force-overwrite", *workload(case, direction),
+    ]  # fmt: skip
 
 
 def commands(case: Case, arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Return the command lines, in order, for the directions chosen."""
-    directions = [arguments.direction] if arguments.direction else DIRECTIONS
-    if arguments.iket:
-        return [(f"trace {direction}", trace_command(case, direction)) for direction in directions]
+    """Return (purpose, command line), in order, for the directions chosen."""
     found = []
-    for direction in directions:
+    for direction in [arguments.direction] if arguments.direction else DIRECTIONS:
+        if arguments.iket:
+            # Timelines of the ranges in the kernel (`kernels.ranges`), by CuTe DSL's own tool.
+            trace = ["run-iket", "profile", "--", *workload(case, direction)]
+            found.append((f"trace {direction}", trace))
+            continue
         report = f"{arguments.report}-{direction}.ncu-rep"
-        sampling = Sampling(arguments.interval, arguments.buffer)
-        found.append((f"collect {direction}", collect_command(case, direction, report, sampling)))
-        found.append((f"read {direction}", read_command(report)))
+        found.append((f"collect {direction}", collect_command(case, direction, report)))
+        found.append((f"read {direction}", ["ncu", "--import", report, "--page", "details"]))
     return found
 
 
+def table(wanted: Sequence[tuple[str, list[str]]]) -> Table:
+    """List command lines that were not run: below the table, where they can be copied."""
+    rows = [
+        {"purpose": purpose, "tool": command[0], "command": shlex.join(command),
+         BASIS: "computed", MACHINE: "not run"}
+        for purpose, command in wanted
+    ]  # fmt: skip
+    lines = "\n".join(row["command"] for row in rows)
+    notes = f"```\n{lines}\n```", "Not run: --run runs them on a GPU that the kernels are for."
+    return Table("profile", "Commands", (Column("purpose"), Column("tool")), rows, notes)
+
+
+def run(wanted: Sequence[tuple[str, list[str]]]) -> None:
+    """Run commands. Raises ValueError if a tool is missing or fails."""
+    for _, command in wanted:
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"{command[0]} is not installed, or not on PATH")
+        print(shlex.join(command), file=sys.stderr, flush=True)
+        started = [sys.executable if word == "python" else word for word in command]
+        if status := subprocess.run(started).returncode:
+            raise ValueError(f"{command[0]} ended with status {status}")
+
+
+def call_twice(case: Case, direction: str) -> None:
+    """Run the workload: one call that compiles, one that is profiled.
+
+    Raises ValueError without a GPU of ours and for a call that fails.
+    """
+    reason = Ours().missing()
+    if reason:
+        raise ValueError(f"nothing to profile: {reason}")
+    inputs = Inputs.random(case, torch.device("cuda"), torch.bfloat16)
+    prepare = forward_call if direction == FORWARD else backward_call
+    call = prepare(Ours(), inputs)
+    for profiled in (False, True):
+        torch.cuda.synchronize()
+        if profiled:
+            torch.cuda.profiler.start()
+        _, failed = attempt(call)
+        if failed:
+            raise ValueError(failed)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
     case = chosen_case(arguments)
     if arguments.workload:
         call_twice(case, arguments.direction or FORWARD)
         return 0
-    if arguments.read:
-        emit(table(rows(read_raw_page(Path(arguments.read).read_text()))), arguments)
-        return 0
     wanted = commands(case, arguments)
-    if not arguments.run:
-        note = "Not run: --run runs them on an SM100 GPU; --read FILE summarises what they wrote."
-        emit(command_table(wanted, note), arguments)
-        return 0
-    found = run(wanted)
-    if found:
-        emit(table(found), arguments)
+    if arguments.run:
+        run(wanted)
+    else:
+        emit(table(wanted), arguments)
     return 0

@@ -108,10 +108,12 @@ class Inputs:
             tensors.append(tensor.to(dtype))
         offsets = None
         if case.packed:
-            of_q, of_k = (
-                torch.tensor([0, *lengths], device=device).cumsum(0).int()
-                for lengths in zip(*case.lengths)
-            )
+            lengths_q, lengths_k = zip(*case.lengths)
+            of_q = torch.tensor([0, *lengths_q], device=device).cumsum(0).int()
+            # Self-attention gives the same tensor twice.
+            of_k = of_q
+            if lengths_k != lengths_q:
+                of_k = torch.tensor([0, *lengths_k], device=device).cumsum(0).int()
             offsets = of_q, of_k
         q, k, v, dout = tensors
         return cls(case, q, k, v, dout, offsets)

@@ -6,7 +6,6 @@ The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring anoth
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -192,11 +191,14 @@ class CudaTimer:
             raise ValueError("no CUDA device to measure on: PyTorch finds none here")
         self.device = torch.device("cuda", device)
         properties = torch.cuda.get_device_properties(self.device)
-        self._sensor = _sensor(properties)
+        self._nvml, driver = None, "unknown"
+        with contextlib.suppress(OSError, AttributeError, NvmlError):
+            self._nvml = Nvml(f"GPU-{properties.uuid}")
+            driver = self._nvml.driver_version()
         self.gpu = Gpu(
             properties.name, properties.multi_processor_count,
             FLOP_PER_CLOCK.get((properties.major, properties.minor)), properties.L2_cache_size,
-            self._sensor.driver,
+            driver,
         )  # fmt: skip
         words = self.gpu.l2_bytes // 2
         self._eraser = torch.empty(words, dtype=torch.float32, device=self.device)
@@ -252,72 +254,12 @@ class CudaTimer:
         return start.elapsed_time(end) / 1e3
 
     def state(self) -> State:
-        return self._sensor.state()
+        """Read clock and power; None for what this GPU, or a virtual one, does not report."""
+        if self._nvml is None:
+            return State()
+        return State(self._nvml.sm_clock_mhz(), self._nvml.power_watts())
 
     def release_memory(self) -> None:
         import torch
 
         torch.cuda.empty_cache()
-
-
-class _NoSensor:
-    """Neither NVML nor nvidia-smi answers."""
-
-    driver = "unknown"
-
-    def state(self) -> State:
-        return State()
-
-
-class _Nvml:
-    """Through NVML itself, after each run."""
-
-    def __init__(self, uuid: str) -> None:
-        self._gpu = Nvml(f"GPU-{uuid}")
-        self.driver = self._gpu.driver_version()
-
-    def state(self) -> State:
-        """Read clock and power; None for what this GPU, or a virtual one, does not report."""
-        return State(self._gpu.sm_clock_mhz(), self._gpu.power_watts())
-
-
-class _NvidiaSmi:
-    """Through the command line tool, which is slow: one reading serves `_EVERY` runs."""
-
-    _EVERY = 32
-
-    def __init__(self, uuid: str) -> None:
-        self._uuid, self._count, self._last = f"GPU-{uuid}", 0, State()
-        self.driver = self._query("driver_version")[0]
-
-    def _query(self, names: str) -> list[str]:
-        command = [
-            "nvidia-smi", f"--id={self._uuid}", f"--query-gpu={names}",
-            "--format=csv,noheader,nounits",
-        ]  # fmt: skip
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [part.strip() for part in answer.stdout.split(",")]
-
-    def state(self) -> State:
-        if self._count % self._EVERY == 0:
-            self._last = State(*map(_reading, self._query("clocks.sm,power.draw")))
-        self._count += 1
-        return self._last
-
-
-def _reading(text: str) -> float | None:
-    """A number, or None for "[N/A]" and the like."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _sensor(properties: Any) -> _NoSensor | _Nvml | _NvidiaSmi:
-    uuid = str(properties.uuid)
-    with contextlib.suppress(OSError, AttributeError, NvmlError):
-        return _Nvml(uuid)
-    try:
-        return _NvidiaSmi(uuid)
-    except (OSError, subprocess.CalledProcessError):
-        return _NoSensor()

@@ -13,6 +13,7 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import progress
 from lab.model.origin import modelled_machine
+from lab.model.peers import flash_attn_4_code
 from lab.model.studies.step import our_forward, their_forward
 from sm100_sim import timing
 from sm100_sim.timing import tensor_core_clocks
@@ -62,7 +63,8 @@ def measure(
     each of the frequencies of emulated exp2."""
     mixes: dict[str, Any] = {}
     if flash_attn_4.unavailable() is None:
-        mixes = {f"{flash_attn_4.PACKAGE}, freq {n}": flash_attn_4.pattern(n) for n in frequencies}
+        name = flash_attn_4.PACKAGE
+        mixes = {f"{name}, freq {n}": flash_attn_4_code.pattern(n) for n in frequencies}
         mixes = mixes or {flash_attn_4.PACKAGE: None}
 
     def replayed(name: str) -> dict[str, Any]:

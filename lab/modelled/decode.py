@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from bench.commands.decode import PARTS, RATES_TITLE, chosen
-from bench.decode import kv_types, pages
+from bench.decode.caches import BF16, BYTES, E4M3, CacheCase, page_cases
 from bench.options import DECODE_PROVIDERS
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.ready import ready
 from bench.tables.results import emit
-from bench.tables.table import BASIS, MACHINE, Column, Table
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.calls import forward_problem
 from lab.model.machines import gpu_of
 from lab.model.origin import modelled_machine
@@ -24,25 +24,32 @@ from lab.modelled import throughput
 MODELLED = ("rates", "kv-types", "pages")
 KV_TYPES_COLUMNS = (
     Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
-    *(column for kind in kv_types.BYTES for column in (
+    *(column for kind in BYTES for column in (
         Column(kind, "us", ".1f"), Column(f"parts_{kind}", title=f"parts, {kind}"),
         Column(f"hbm_{kind}", format=".1%", title=f"of HBM, {kind}"),
     )),
-    kv_types.RATIO, Column("least", format=".2f"), Column("most", format=".2f"),
+    Column("ratio", format=".2f", title="tokens a second, of bf16's"),
+    Column("least", format=".2f"), Column("most", format=".2f"),
 )  # fmt: skip
+_PAGED = page_cases()[0]
+#: Columns of page sizes, the first of no pages.
+SIZES = {_PAGED.name(form): form.size for form in _PAGED.forms()}
 PAGES_COLUMNS = (
     Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
-    *(Column(pages.name_of(size), "us", ".1f", pages.title_of(size)) for size in pages.SIZES),
-    *pages.BEHIND_COLUMNS,
+    *(Column(_PAGED.name(form), "us", ".1f", _PAGED.title(form)) for form in _PAGED.forms()),
+    *(
+        Column(f"behind_{size}", format="+.1%", title=f"pages of {size} over none")
+        for size in _PAGED.sizes[1:]
+    ),
     Column("worst", format="+.1%", title="at most, of all sets"),
 )  # fmt: skip
 
 
 def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Return a row of both types of K and V."""
-    machine, of_kind = predictor.machine, {kv_types.BF16: OURS, kv_types.E4M3: OURS_E4M3.name}
+    machine, of_kind = predictor.machine, {BF16: OURS, E4M3: OURS_E4M3.name}
     found = {kind: predictor.predict(one, case, FORWARD) for kind, one in of_kind.items()}
-    ratios = found[kv_types.BF16].seconds / found[kv_types.E4M3].seconds
+    ratios = found[BF16].seconds / found[E4M3].seconds
     row = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text,
         "rows": forward_problem(case).tiles.rows, "ratio": float(ratios[0]),
@@ -50,7 +57,7 @@ def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
         BASIS: "modelled", MACHINE: modelled_machine(machine),
     }  # fmt: skip
     rate = gpu_of(machine).hbm_bytes_per_second
-    for kind, nbytes in kv_types.BYTES.items():
+    for kind, nbytes in BYTES.items():
         seconds = float(found[kind].seconds[0])
         row[kind] = seconds * 1e6
         row[f"parts_{kind}"] = predictor.providers[of_kind[kind]].default(case, FORWARD, machine)[1]
@@ -62,16 +69,12 @@ def pages_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Return a row of keys in pages of each of the sizes."""
     found = {
         size: predictor.predict(OURS, replace(case, page_size=size), FORWARD).seconds
-        for size in pages.SIZES
+        for size in SIZES.values()
     }
-    whole = found[None]
-    times = {pages.name_of(size): float(seconds[0]) * 1e6 for size, seconds in found.items()}
-    behind = {
-        f"behind_{size}": float((found[size] / whole)[0]) - 1
-        for size in pages.SIZES
-        if size is not None
-    }
-    worst = max(float((found[size] / whole).max()) for size in pages.SIZES) - 1
+    times = {name: float(found[size][0]) * 1e6 for name, size in SIZES.items()}
+    over = {size: found[size] / found[None] for size in _PAGED.sizes[1:]}
+    behind = {f"behind_{size}": float(ratios[0]) - 1 for size, ratios in over.items()}
+    worst = max(float(ratios.max()) for ratios in over.values()) - 1
     return {
         "group": case.group, "shape": case.shape, "heads": case.heads_text,
         "rows": forward_problem(case).tiles.rows, **times, **behind, "worst": worst,
@@ -86,7 +89,8 @@ def kv_types_table(rows: Sequence[dict[str, Any]]) -> Table:
         "Of HBM: bytes of keys and values over what HBM gives by its data sheet in the time. "
         "Least, most: the ratio under any of the sets of constants that were drawn."
     )
-    return kv_types.compared(KV_TYPES_COLUMNS, rows, (note,))
+    title, plot = "Decoding over K and V in e4m3 beside bf16", Plot(("shape",), tuple(BYTES))
+    return Table("decode", title, KV_TYPES_COLUMNS, list(rows), (note,), plot)
 
 
 def pages_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -96,7 +100,8 @@ def pages_table(rows: Sequence[dict[str, Any]]) -> Table:
         "order by chance. At most, of all sets: the larger ratio under any of the sets of "
         "constants that were drawn."
     )
-    return pages.compared(PAGES_COLUMNS, rows, (note,))
+    title, plot = "Keys and values in pages, forward, bf16", Plot(("shape", "heads"), tuple(SIZES))
+    return Table("decode", title, PAGES_COLUMNS, list(rows), (note,), plot)
 
 
 def _table(name: str, cases: Sequence[Case], arguments: argparse.Namespace) -> Table:
@@ -105,6 +110,7 @@ def _table(name: str, cases: Sequence[Case], arguments: argparse.Namespace) -> T
         found = throughput.table(throughput.rows_of(jobs, DECODE_PROVIDERS, arguments))
         return replace(found, command="decode", title=RATES_TITLE)
     predictor = predictor_of(arguments.machine, arguments.draws)
+    cases = [case.of(None) if isinstance(case, CacheCase) else case for case in cases]
     if name == "kv-types":
         of_types = (kv_types_row(case, predictor) for case in cases)
         return kv_types_table(ready(of_types, len(cases), KV_TYPES_COLUMNS))

@@ -9,7 +9,7 @@ from refused import refusals
 from bench import options
 from bench.__main__ import COMMANDS, GROUPS
 from bench.commands import throughput
-from bench.measure import mask_providers, nsight, providers, training
+from bench.measure import mask_providers, providers, training
 from bench.serving import models
 from fa4_hd256 import warm
 from fa4_hd256.run.ahead import needs
@@ -24,7 +24,6 @@ def test_every_command_has_options_and_a_place_in_the_help():
 
 
 def test_names_are_those_of_the_modules():
-    assert (options.INTERVAL, options.BUFFER_BYTES) == (nsight.INTERVAL, nsight.BUFFER_BYTES)
     assert options.ATTENTIONS == tuple(training.IMPLEMENTATIONS)
     assert options.DTYPES == tuple(throughput.DTYPES)
     assert options.PROVIDERS == tuple(p.name for p in providers.default_providers())

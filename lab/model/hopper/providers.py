@@ -15,6 +15,7 @@ from lab.model.forward import Kernel
 from lab.model.hopper import attention as model
 from lab.model.hopper.attention import Variant
 from lab.model.ours import OurProvider
+from lab.model.peers import flash_attn_4_code
 from lab.model.peers import flash_attn_4_hopper as theirs
 from lab.published.rows import Build
 from lab.whole.conditions import Call
@@ -55,7 +56,7 @@ class HopperFlashAttention4:
     name = flash_attn_4.PACKAGE
 
     def version(self) -> str:
-        return flash_attn_4.versions()[0]
+        return flash_attn_4_code.versions()[0]
 
     def replays(self, build: Build) -> bool:
         return False

@@ -25,8 +25,8 @@ from lab.model.backward import Backward
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200
+from lab.model.peers import flash_attn_4_code, releases
 from lab.model.peers import flash_attn_4_traces as traces
-from lab.model.peers import releases
 from lab.model.peers.flash_attn_4_traces import Problem
 from lab.model.replays import SEED, Replayed, Source, Traced, fitted, kept, programs
 from lab.model.samples import (
@@ -46,7 +46,7 @@ from lab.published.rows import FLASH_ATTENTION, Build
 from lab.whole.problem import TileCosts
 from sm100_sim.timing import Machine
 
-NAME, SINGLE_ROWS = flash_attn_4.PACKAGE, flash_attn_4.SINGLE_ROWS
+NAME, SINGLE_ROWS = flash_attn_4.PACKAGE, flash_attn_4_code.SINGLE_ROWS
 #: Samples with KV splits: (left bound of windowed ones, keys).
 SPLIT_SAMPLES = ((None, 1024), (None, 2048), (None, 4096))
 SPLIT_WINDOW_SAMPLES = ((511, 1024), (1023, 2048), (2047, 4096))
@@ -119,7 +119,7 @@ class FlashAttention4:
         """Return (its version or commit, that of CuTe DSL)."""
         if self.release is not None:
             return self.release.commit, self.release.cutlass_dsl
-        package, cutlass_dsl, _ = flash_attn_4.versions()
+        package, cutlass_dsl, _ = flash_attn_4_code.versions()
         return package, cutlass_dsl
 
     def refuses(self, case: Case, direction: str) -> str | None:
@@ -238,7 +238,7 @@ def split_numbers(case: Case, sms: int) -> range:
         most = left + (case.seqlen_k if right is None else right) + 1 + SINGLE_ROWS
         steps = -(-min(case.seqlen_k, most) // KEYS)
     tiles = case.batch * case.heads_kv * -(-case.seqlen_q * ratio // SINGLE_ROWS)
-    return flash_attn_4.split_numbers(tiles, steps, sms)
+    return flash_attn_4_code.split_numbers(tiles, steps, sms)
 
 
 def replays(
@@ -269,7 +269,7 @@ def _source(variant: Variant, samples: Samples) -> Source:
 
 
 def _versions(release: releases.Release | None) -> tuple[str, ...]:
-    return flash_attn_4.versions() if release is None else release.versions
+    return flash_attn_4_code.versions() if release is None else release.versions
 
 
 def _of_release(release: releases.Release | None, run: Callable[[], Any]) -> Any:
@@ -342,5 +342,5 @@ def _empty_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
     def trace() -> list[Traced]:
         return [Traced(found, 1) for found in traces.empty_backward(ROWS, kind.causal, _NAMES)]
 
-    what = flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, "empty"
+    what = flash_attn_4_code.versions(), BACKWARD, HEAD_DIM, kind, "empty"
     return kept(what, trace, machine, draws)

@@ -21,6 +21,7 @@ from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import Backward
 from lab.model.calls import Kind
+from lab.model.peers import flash_attn_4_code
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.peers.flash_attn_4 import FlashAttention4, Variant
 from lab.model.peers.flash_attn_4_traces import Problem
@@ -99,7 +100,7 @@ def _source(causal: bool, partial: bool) -> Source:
             found = traces.backward(problems, _NAMES)
         return [Traced(one, 1) for (one,) in found]
 
-    what = flash_attn_4.versions(), BACKWARD, flash_attn_4.FIVE_PRODUCTS, problems, SEED
+    what = flash_attn_4_code.versions(), BACKWARD, flash_attn_4.FIVE_PRODUCTS, problems, SEED
     return what, trace
 
 

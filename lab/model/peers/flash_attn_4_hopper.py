@@ -21,6 +21,7 @@ from lab.model.forward import Kernel
 from lab.model.hopper.attention import SM_CLOCKS, WORK_FLOP
 from lab.model.hopper.clocks import MOST_GHZ
 from lab.model.machines import gpu_of, simulating
+from lab.model.peers import flash_attn_4_code
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.replays import SEED, Traced, fitted, kept, programs
 from lab.model.summed_dq import WHOLE, Step, SummedDq, kernel_of
@@ -56,7 +57,7 @@ def forward(causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD
         with simulating(machine), _asked_again():
             return [Traced(program, 1) for program in traces.forward(problems, False)]
 
-    versions = traces.flash_attn_4.versions()
+    versions = flash_attn_4_code.versions()
     rows = kept((versions, "sm_90a", causal, head_dim, samples), trace, machine, draws)
     rows = [replace(row, work=row.work / SM_CLOCKS) for row in rows]
     tiling = ForwardTiling(
@@ -93,7 +94,7 @@ def backward(causal: bool, machine: Machine, draws: int = 0) -> SummedDq:
 
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
-        what = (traces.flash_attn_4.versions(), "sm_90a", BACKWARD, problems, SEED)
+        what = (flash_attn_4_code.versions(), "sm_90a", BACKWARD, problems, SEED)
         rows = [
             replace(row, work=row.work / SM_CLOCKS) for row in kept(what, trace, machine, draws)
         ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench.peers import flash_attn_4
+from lab.model.peers import flash_attn_4_code
 from lab.model.replays import of_kernels, one_cluster, seeded
 from sm100_sim import timing
 from sm100_sim.timing import StoredProgram
@@ -88,5 +89,5 @@ def empty_backward(rows: int, causal: bool, names: Sequence[str]) -> list[Stored
     """The kernels of the backward, a cluster whose sequence is empty, said to have at most
     `rows`."""
     with timing.attached(draws=0) as session, one_cluster():
-        flash_attn_4.backward_of_an_empty_sequence(rows, causal)
+        flash_attn_4_code.backward_of_an_empty_sequence(rows, causal)
     return [StoredProgram.of(one.compiled) for one in of_kernels(session.predictions, *names)]

@@ -22,7 +22,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import simulating, target_of
-from lab.model.peers import releases
+from lab.model.peers import frost_code, releases
 from lab.model.peers.frost_backward import KERNELS, FrostBackward
 from lab.model.replays import SEED, Replayed, Source, Traced, fitted, kept, programs, seeded
 from lab.model.samples import (
@@ -51,7 +51,7 @@ class Tiling(ForwardTiling):
         queries, heads = self.tile_of_queries(case.heads, case.heads_kv)
         blocks, parts = -(-case.seqlen_q // queries), self.num_splits
         by_length = parts == 1 and self.cluster == 2 and case.bounds[1] is not None
-        order = frost.forward_order(
+        order = frost_code.forward_order(
             blocks, case.batch * parts, heads, case.heads_kv, case.seqlen_k, by_length
         )
         for block, head, entry in order:
@@ -84,7 +84,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if not self.versions:
-            object.__setattr__(self, "versions", frost.versions())
+            object.__setattr__(self, "versions", frost_code.versions())
 
     @property
     def tiling(self) -> Tiling:
@@ -141,7 +141,7 @@ class Frost:
         return self._versions()[0]
 
     def _versions(self) -> tuple[str, ...]:
-        return frost.versions() if self.release is None else self.release.versions
+        return frost_code.versions() if self.release is None else self.release.versions
 
     def replays(self, build: Build) -> bool:
         """Return True if the build is the one that it takes here for whole prompts, where a plan is
@@ -237,8 +237,10 @@ def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> 
     if variant.release is not None:
         return releases.call(variant.release, functools.partial(run, variant, machine))
     reason = frost.unavailable()
-    if reason is None and frost.versions() != variant.versions:
-        reason = f"{frost.NAME} {variant.versions} is to be traced, {frost.versions()} is there"
+    if reason is None and frost_code.versions() != variant.versions:
+        reason = (
+            f"{frost.NAME} {variant.versions} is to be traced, {frost_code.versions()} is there"
+        )
     if reason:
         raise RuntimeError(reason)
     return run(variant, machine)
@@ -248,7 +250,7 @@ def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> 
 def _tracing(machine: Machine) -> Iterator[None]:
     """Compile the kernels called inside for the machine's GPU."""
     with simulating(machine), seeded():
-        frost.forget_compiled()
+        frost_code.forget_compiled()
         yield
 
 

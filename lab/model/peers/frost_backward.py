@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.peers import frost
 from bench.suite import Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import GradientCalls
 from lab.model.machines import memory_seconds
+from lab.model.peers import frost_code
 from lab.model.tiles import KEYS, ROW, ROWS
 from lab.paths import Paths
 from lab.whole.conditions import Call
@@ -49,8 +49,8 @@ class Geometry:
     @property
     def padded(self) -> tuple[int, int]:
         queries, keys = self.lengths
-        return (-(-queries // frost.QUERY_PAD) * frost.QUERY_PAD,
-                -(-keys // frost.KEY_PAD) * frost.KEY_PAD)  # fmt: skip
+        return (-(-queries // frost_code.QUERY_PAD) * frost_code.QUERY_PAD,
+                -(-keys // frost_code.KEY_PAD) * frost_code.KEY_PAD)  # fmt: skip
 
     def queries_of(self, keys: int) -> tuple[int, int]:
         """First and last of the queries that 256 keys from there on are worked on with; the two
@@ -124,7 +124,7 @@ class FrostBackward(GradientCalls):
     def plan(self, case: Case) -> tuple[int, Geometry]:
         """Return (how often the three kernels are launched, on what)."""
         lengths = case.lengths[0]
-        batch, heads = frost.backward_chunks(case.batch, case.heads, case.heads_kv, lengths)
+        batch, heads = frost_code.backward_chunks(case.batch, case.heads, case.heads_kv, lengths)
         offset = None if case.bounds[1] is None else lengths[1] - lengths[0]
         ratio = case.heads // case.heads_kv
         times = case.batch // batch * (case.heads // heads)

@@ -89,7 +89,7 @@ class FrostRelease(Release):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Return the versions as `frost.versions` reports them there."""
+        """Return the versions as `frost_code.versions` reports them there."""
         assert self.package is not None
         return self.package, self.cutlass_dsl
 

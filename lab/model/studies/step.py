@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.model import ours
 from lab.model.calls import Kind
+from lab.model.peers import flash_attn_4_code
 from sm100_sim import timing
 
 
@@ -28,7 +28,7 @@ def their_forward(
     it."""
     import cuda.bindings.driver as cuda
 
-    mix = mix or flash_attn_4.tuned_pattern(causal)
-    compiled = flash_attn_4.compile_forward(causal, mix)
-    arguments: tuple[Any, ...] = flash_attn_4.arguments(seqlen)
+    mix = mix or flash_attn_4_code.tuned_pattern(causal)
+    compiled = flash_attn_4_code.compile_forward(causal, mix)
+    arguments: tuple[Any, ...] = flash_attn_4_code.arguments(seqlen)
     return timing.predict(compiled, *arguments, stream=cuda.CUstream(0), machine=machine)[-1]

@@ -13,6 +13,7 @@ from lab.model import ours
 from lab.model.calls import Kind, default_splits
 from lab.model.forward import combine_seconds
 from lab.model.machines import B200
+from lab.model.peers import flash_attn_4_code
 from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import Predicted
 from lab.model.tiles import ForwardTiling, forward_tiles
@@ -184,7 +185,7 @@ def test_their_rule_is_what_their_interface_does():
     interface = pytest.importorskip("flash_attn.cute.interface")
     for tiles in (1, 2, 3, 16, 40, 74, 75, 148, 149):
         for steps in (1, 4, 5, 8, 64, 1024):
-            found = splits.flash_attn_4.split_numbers(tiles, steps, 148)
+            found = flash_attn_4_code.split_numbers(tiles, steps, 148)
             chosen = interface.num_splits_heuristic(tiles, 148, steps, 128)
             assert max(found, default=1) == chosen
 

@@ -12,6 +12,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.check.reference import visible
 from lab.model.calls import Kind
 from lab.model.peers import frost as model
+from lab.model.peers import frost_code
 from lab.model.peers.frost_backward import (
     STEP_WORK,
     UNIT_WORK,
@@ -35,7 +36,7 @@ TOO_LONG = Case("long", ((65536, 65536),), 8, 2, True)
 
 def places(case):
     blocks = -(-case.seqlen_q // 256)
-    return list(frost.forward_order(
+    return list(frost_code.forward_order(
         blocks, case.batch, case.heads, case.heads_kv, case.seqlen_k, case.causal
     ))  # fmt: skip
 
@@ -142,23 +143,23 @@ def test_which_published_builds_are_replayed():
             # The plan's order is the case's order here.
             of, heads = row.problem, row.problem.heads
             tiles = of.seqlen_q // 256
-            order = list(frost.forward_order(tiles, 1, heads, of.heads_kv, of.seqlen_k, True))
+            order = list(frost_code.forward_order(tiles, 1, heads, of.heads_kv, of.seqlen_k, True))
             by_rows = [(tiles - 1 - n // heads, n % heads, 0) for n in range(tiles * heads)]
             assert plan["SCHED_POLICY"] in ((1, 2) if order == by_rows else (2,))
 
 
 def test_backward_goes_in_chunks_of_heads_that_fit():
-    assert frost.backward_chunks(1, 32, 2, (8192, 8192)) == (1, 32)
-    assert frost.backward_chunks(1, 32, 2, (16384, 16384)) == (1, 16)
-    assert frost.backward_chunks(1, 32, 2, (32768, 32768)) == (1, 4)
-    assert frost.backward_chunks(4, 16, 16, (8192, 8192)) == (4, 16)
-    assert frost.backward_chunks(8, 16, 16, (8192, 8192)) == (8, 8)
+    assert frost_code.backward_chunks(1, 32, 2, (8192, 8192)) == (1, 32)
+    assert frost_code.backward_chunks(1, 32, 2, (16384, 16384)) == (1, 16)
+    assert frost_code.backward_chunks(1, 32, 2, (32768, 32768)) == (1, 4)
+    assert frost_code.backward_chunks(4, 16, 16, (8192, 8192)) == (4, 16)
+    assert frost_code.backward_chunks(8, 16, 16, (8192, 8192)) == (8, 8)
     chunks = pytest.importorskip("cudnn.sdpa.bwd.api_dsl_sm107")._sm107_chunks
     for batch, heads, heads_kv in ((1, 32, 2), (3, 24, 8), (8, 16, 16), (2, 8, 1)):
         for seqlen in (2048, 8192, 16384, 32768, 65536):
             theirs = chunks(batch, heads, heads // heads_kv, seqlen, seqlen, 2,
                             allow_subgroups=True)  # fmt: skip
-            assert frost.backward_chunks(batch, heads, heads_kv, (seqlen, seqlen)) == theirs
+            assert frost_code.backward_chunks(batch, heads, heads_kv, (seqlen, seqlen)) == theirs
 
 
 def test_backward_call_of_several_chunks():

@@ -10,13 +10,12 @@ import sys
 import numpy as np
 import pytest
 
-from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from lab.__main__ import main
 from lab.model import replays
 from lab.model.calls import Kind
 from lab.model.peers import flash_attn_4 as model
-from lab.model.peers import releases
+from lab.model.peers import flash_attn_4_code, releases
 from lab.model.peers.releases import RELEASES, Release, tree_id
 from lab.model.predictor import replayable
 from lab.published.flash_attention import BACKWARD_256, FORWARD_256
@@ -30,7 +29,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(releases, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(replays, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(replays, "_memory", {})
-    _, cutlass_dsl, quack = flash_attn_4.versions()
+    _, cutlass_dsl, quack = flash_attn_4_code.versions()
     found = Release("00000000", "the installed one", cutlass_dsl, quack, package="0")
     found.folder.mkdir(parents=True)
     return found

@@ -20,15 +20,11 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("name", ["forward, no gradients", "packed forward"])
 @pytest.mark.sampled("packed forward")
 def test_rows(name, quick):
-    """A call that came before takes less than one on the long way, and launches nothing real."""
-    table = command.measure(name)
-    found = {row["how"]: row for row in table.rows}
-    assert set(found) == {"came before", "long way"}
-    assert found["came before"]["median"] < found["long way"]["median"] / 2
-    assert "allocation" in found["came before"]["parts"]
-    assert "validation" in found["long way"]["parts"]
-    assert all(0 < row["loop"] < 1000 < 1e3 * row["median"] for row in table.rows)
-    assert "stand-in" in found["came before"]["machine"]
+    """A row of ours, beside an empty loop; nothing real is launched."""
+    (row,) = command.measure(name).rows
+    assert row["provider"] == "ours" and "stand-in" in row["machine"]
+    assert 0 < row["low"] <= row["median"] <= row["high"]
+    assert 0 < row["loop"] < 1000 < 1e3 * row["median"]
 
 
 def test_the_stand_in_is_taken_away_again(quick):

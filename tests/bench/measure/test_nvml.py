@@ -4,7 +4,8 @@ import ctypes
 
 import pytest
 
-from bench.measure import nvml, timer
+from bench.measure import nvml
+from bench.measure.nvml import Nvml
 
 
 class Library:
@@ -31,8 +32,9 @@ class Library:
 def test_clock_power_and_driver(monkeypatch):
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    found = timer._Nvml("12ab")
-    assert found.driver == "580.1" and found.state() == timer.State(1980.0, 612.5)
+    found = Nvml("GPU-12ab")
+    assert found.driver_version() == "580.1"
+    assert (found.sm_clock_mhz(), found.power_watts()) == (1980.0, 612.5)
     asked = dict(library.asked)
     assert asked["nvmlDeviceGetHandleByUUID"][0] == b"GPU-12ab"
     # NVML_CLOCK_SM of nvml.h.
@@ -41,10 +43,11 @@ def test_clock_power_and_driver(monkeypatch):
 
 def test_what_a_gpu_does_not_report(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(["nvmlDeviceGetPowerUsage"]))
-    assert timer._Nvml("12ab").state() == timer.State(1980.0, None)
+    found = Nvml("GPU-12ab")
+    assert (found.sm_clock_mhz(), found.power_watts()) == (1980.0, None)
 
 
 def test_a_gpu_that_it_does_not_know(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(["nvmlDeviceGetHandleByUUID"]))
     with pytest.raises(nvml.NvmlError, match="nvmlDeviceGetHandleByUUID: nvmlReturn_t 3"):
-        nvml.Nvml("GPU-12ab")
+        Nvml("GPU-12ab")

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
 
 import pytest
 import torch
 from operator_calls import backward_arguments, forward_arguments
 
-from bench.measure import ragged
+from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
 from fa4_hd256.models import CAUSAL, AttentionModel, local
 from fa4_hd256.run import backward, compile, execute, forward
 from fa4_hd256.run.ahead.build import TARGETS
 from fa4_hd256.run.ahead.needs import Needs, specs_of
-from fa4_hd256.run.compile import MissingKernelError
+from fa4_hd256.run.compile import MissingKernelError, counters
+
+#: Tokens of a step, one of these, and the mean of its documents.
+TOTALS, MEAN_TOKENS = (2048, 4000, 4096, 8192, 16000), 600
+
+
+def documents(steps):
+    """Yield the tokens of the documents of each step, exponentially distributed."""
+    draw = random.Random(1)
+    for _ in range(steps):
+        total, lengths = draw.choice(TOTALS), []
+        while left := total - sum(lengths):
+            lengths.append(min(left, max(1, int(draw.expovariate(1 / MEAN_TOKENS)))))
+        yield lengths
 
 
 def plans_of(lengths, heads, wanted, window_left):
@@ -45,7 +58,7 @@ def test_a_step_of_other_lengths_needs_no_other_kernel(heads, wanted, arch, monk
     """A hundred steps, all causal and in a window: no kernel that the first did not name."""
     monkeypatch.setenv("FA4_HD256_ARCH", arch)
     known = set()
-    for step, lengths in enumerate(ragged.documents(100)):
+    for step, lengths in enumerate(documents(100)):
         for window_left in (UNBOUNDED, 1023):
             for plan in plans_of(lengths, heads, wanted, window_left):
                 if step == 0:
@@ -64,22 +77,12 @@ def test_prebuilt_kernels_of_training_serve_every_step(heads, arch, monkeypatch)
     needs = Needs(uses=("training",), forms=("packed",))
     built = set(specs_of(model, needs, target.architecture, target.gpu))
     taken = set()
-    for lengths in ragged.documents(100):
+    for lengths in documents(100):
         for window_left in (UNBOUNDED, 1023):
             for wanted in ([True, True], [True, False], [False, True]):
                 for plan in plans_of(lengths, heads, wanted, window_left):
                     taken |= set(plan.specs)
     assert taken <= built, taken - built
-
-
-def test_what_a_run_counts(monkeypatch):
-    """Kernels of the first step, of the others, and how many were compiled: from `counters`."""
-    made = iter([{"compiled": 2, "disk": 1}, {"memory": 5}, {"prebuilt": 1, "memory": 1}])
-    monkeypatch.setattr(ragged, "counters", Counter({"compiled": 7}))
-    monkeypatch.setattr(ragged, "_step", lambda *step: ragged.counters.update(next(made)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    found = ragged.train(3, (2, 1), "qkv", torch.device("cpu"))
-    assert (found.first, found.later, found.compiled) == (3, 1, 2)
 
 
 def test_kernels_of_other_lengths_that_are_there_are_loaded(monkeypatch):
@@ -101,5 +104,21 @@ def test_kernels_of_other_lengths_that_are_there_are_loaded(monkeypatch):
 @pytest.mark.cuda
 def test_a_step_of_other_lengths_makes_nothing_ready():
     """Kernels of other lengths are compiled with those of the first step."""
-    found = ragged.train(30, (16, 2), "qkv", torch.device("cuda", 0))
-    assert found.first >= 10 and found.later == 0
+    readied = []
+    for lengths in documents(30):
+        before = sum(counters.values()) - counters["memory"]
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        for window in ((None, None), (1023, 0)):
+            q, k, v = (
+                torch.randn(sum(lengths), heads, 256, device="cuda", dtype=torch.bfloat16)
+                for heads in (16, 2, 2)
+            )
+            out = flash_attn_varlen_func(
+                *(t.requires_grad_() for t in (q, k, v)), cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths),
+                causal=True, window_size=window,
+            )  # fmt: skip
+            out.backward(torch.randn_like(out))
+        torch.cuda.synchronize()
+        readied.append(sum(counters.values()) - counters["memory"] - before)
+    assert readied[0] >= 10 and not any(readied[1:])
