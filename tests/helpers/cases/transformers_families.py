@@ -291,6 +291,6 @@ def summary() -> str:
         else:
             kind = "by PyTorch" if family.here == "none" else "here; the named layers by PyTorch"
             rows[kind].append(f"{name} ({family.elsewhere})")
-    lines = ["| softmax attention runs | families of transformers |", "|---|---|"]
+    lines = ["| softmax attention runs | model families in transformers |", "|---|---|"]
     lines += [f"| {kind} | {'; '.join(names)} |" for kind, names in rows.items()]
     return "\n".join(lines)
