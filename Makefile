@@ -17,8 +17,8 @@ DEMO ?=
 # Three workers: one waits now and then for a kernel that another one compiles.
 TESTS ?= -n 3 --dist worksteal --durations 10
 # Names of those that the dynamic scheduler and Hopper's kernels run; test-all has more of them.
-NAMES ?= test_lengths or batch or more_tiles or visible or named_masks or any_pages
-CLC_NAMES ?= test_lengths or more_tiles
+NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages) and not (full and backward)
+CLC_NAMES ?= (test_lengths and causal) or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages
 KERNEL_TESTS = -n 2 --dist worksteal tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"

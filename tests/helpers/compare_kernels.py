@@ -17,7 +17,6 @@ so an interrupted run goes on where it ended, and the old tree is compiled once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import fnmatch
 import hashlib
 import json
@@ -28,7 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -271,8 +270,6 @@ class Pair:
         yield f"{self.verdict:12}{self.new or self.old}"
         if self.old is None or self.new is None or self.verdict == "equal":
             return
-        if str(self.old) != str(self.new):
-            yield f"    taken for   {self.old}"
         old, new = self.old.lines(), self.new.lines()
         yield f"    {len(old)} lines, now {len(new)}"
         # The number of registers says little.
@@ -295,32 +292,22 @@ def _opcode(line: str) -> str:
 
 
 def paired(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[Pair]:
-    """Pair kernels by what they are called; those whose names have changed by equal PTX, then by
-    the likest name of the same target and kind."""
-    left, found, renamed = defaultdict(list), [], []
-    for kernel in old:
-        left[str(kernel)].append(kernel)
-    for kernel in new:
-        same = left[str(kernel)]
-        if same:
-            found.append(Pair(same.pop(), kernel))
-        else:
-            renamed.append(kernel)
-    rest = [kernel for kernels in left.values() for kernel in kernels]
-    for kernel in list(renamed):
-        alike = [k for k in rest if k.target == kernel.target and k.digest == kernel.digest]
-        if alike:
-            found.append(Pair(alike[0], kernel))
-            rest.remove(alike[0])
-            renamed.remove(kernel)
-    for kernel in renamed:
-        own = {k.label: k for k in rest if (k.target, k.kind) == (kernel.target, kernel.kind)}
-        best = difflib.get_close_matches(kernel.label, own, 1)
-        found.append(Pair(own[best[0]] if best else None, kernel))
-        if best:
-            rest.remove(own[best[0]])
-    found += [Pair(kernel, None) for kernel in rest]
+    """Pair kernels by what they are called; those whose names have changed by equal PTX."""
+    left = list(old)
+    found = []
+    for same in (lambda one, other: str(one) == str(other), _are_equal):
+        for kernel in [k for k in new if not any(k is pair.new for pair in found)]:
+            match = next((k for k in left if same(k, kernel)), None)
+            if match is not None:
+                left.remove(match)
+                found.append(Pair(match, kernel))
+    found += [Pair(None, k) for k in new if not any(k is pair.new for pair in found)]
+    found += [Pair(kernel, None) for kernel in left]
     return sorted(found, key=lambda pair: str(pair.new or pair.old))
+
+
+def _are_equal(one: Kernel, other: Kernel) -> bool:
+    return one.target == other.target and one.digest == other.digest
 
 
 def compare(old: Path, new: Path, pattern: str | None = None) -> tuple[list[str], Counter[str]]:
@@ -338,49 +325,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("old", help="directory or git revision")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="default: this checkout")
-    parser.add_argument(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help="repeatable; default: all that the new tree has",
-    )
-    parser.add_argument(
-        "--architecture",
-        action="append",
-        metavar="TARGET",
-        help=f"repeatable; default: {' and '.join(ARCHITECTURES)}",
-    )
+    for name in ("--model", "--architecture", "--use", "--form", "--page-size"):
+        parser.add_argument(name, action="append", help="repeatable; default: all")
     parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
-    parser.add_argument("--use", action="append", help="repeatable; default: all")
-    parser.add_argument("--form", action="append", help="repeatable; default: all")
     parser.add_argument(
-        "--page-size",
-        action="append",
-        metavar="ROWS",
-        help=f"repeatable; default: {' and '.join(PAGE_SIZES)}",
-    )
+        "--option", action="append", default=[], metavar="WORD",
+        help="any other word for `build`, as in --option=--kv-dtype --option=float8_e4m3fn; both "
+        "trees must know it",
+    )  # fmt: skip
     parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="WORD",
-        help="any other word for `build`, as in --option=--kv-dtype "
-        "--option=float8_e4m3fn; both trees must know it",
-    )
-    parser.add_argument(
-        "--kernels",
-        metavar="PATTERN",
-        help="of the kind and the description of a "
-        "kernel, as in 'backward_d?*' or '*softcap=True*'; others are not compiled",
-    )
+        "--kernels", metavar="PATTERN",
+        help="of the kind and the description of a kernel, as in 'backward_d?*' or "
+        "'*softcap=True*'; others are not compiled",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument(
-        "--cache",
-        type=Path,
-        default=ROOT / ".cache" / "compare_kernels",
+        "--cache", type=Path, default=ROOT / ".cache" / "compare_kernels",
         help="directory of compiled kernels (default: %(default)s)",
-    )
-    return parser  # fmt: skip
+    )  # fmt: skip
+    return parser
 
 
 def options_of(arguments: argparse.Namespace, tree: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""The schedulers in the simulator: every tile once, the same order, tiles really stolen."""
+"""The schedulers in the simulator: every tile once, the same order, tiles really stolen; their
+compiled code and their grids."""
 
 import functools
 
@@ -6,7 +7,7 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from cross_compile import compile_for
+from cross_compile import compile_for, opcode_counts
 from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, places, schedule
 
@@ -91,7 +92,7 @@ PROBLEMS = [(1, 1, 1, 1), (5, 3, 3, 4), (5, 3, 2, 4), (7, 1, 1, 1), (1, 8, 3, 8)
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
 @pytest.mark.parametrize("resident", [1, 4, 64])
 def test_every_tile_is_done_exactly_once(scheduler_class, sizes, resident):
-    problem = TileProblem(*sizes, later_blocks_first=sizes[0] % 2 == 1)
+    problem = TileProblem(*sizes, later_blocks_first=True)
     record, _ = _run(scheduler_class, problem, resident)
     _check_exactly_once(record)
 
@@ -230,19 +231,6 @@ def test_the_counter_with_nothing_to_give(scheduler_class):
     assert (record[..., 2] == 0).all()
 
 
-@pytest.mark.parametrize("left", [1, 3])
-def test_a_counter_that_is_not_zero_is_seen(left):
-    """A launch whose counter another one was using would fail the test above."""
-    problem = TileProblem(9, 1, 1)
-    record = torch.zeros(1, 1, 9, 1, NUM_WARPS, FIELDS, dtype=torch.int32)
-    counter = torch.full((1,), left, dtype=torch.int32)
-    sm100_sim.launch(
-        _compiled(COUNTERS[0], False), _tensor(record), from_dlpack(counter),
-        tuple(cutlass.Int32(size) for size in (9, 1, 1, 1)), cutlass.Int32(2), clusters=2,
-    )  # fmt: skip
-    assert problem.num_tiles == 9 and (record[0, 0, 2 : 2 + left, ..., 0] == 0).all()
-
-
 @pytest.mark.parametrize("scheduler_class", COUNTERS)
 def test_the_counter_under_the_sanitizer(scheduler_class):
     """No race in it. A cluster of several CTAs ends by a barrier of its own, which the kernels
@@ -257,3 +245,72 @@ def test_the_counter_under_the_sanitizer(scheduler_class):
 def test_a_problem_without_tiles_has_no_grid():
     with pytest.raises(ValueError, match="a problem without tiles must not be launched"):
         TileProblem(0, 1, 1)
+
+
+# ---------------------------------------------------------------- compiled code
+
+
+def _opcodes(scheduler_class):
+    return opcode_counts(_compiled(scheduler_class, True))
+
+
+def _starting(counts, prefix):
+    return sum(count for opcode, count in counts.items() if opcode.startswith(prefix))
+
+
+def test_clc_is_in_the_compiled_kernel():
+    counts = _opcodes(ClcScheduler)
+    try_cancel = (
+        "clusterlaunchcontrol.try_cancel.async.shared::cta"
+        ".mbarrier::complete_tx::bytes.multicast::cluster::all.b128"
+    )
+    assert counts[try_cancel] == 1, "one place in the program makes queries"
+    # The working warps' loop and the scheduler warp's loop each decode the response.
+    assert _starting(counts, "clusterlaunchcontrol.query_cancel.is_canceled") == 2
+    assert _starting(counts, "clusterlaunchcontrol.query_cancel.get_first_ctaid") == 2
+    assert counts["ld.shared.b128"] == 2, "one 128-bit load a response"
+    assert counts["fence.proxy.async.shared::cta"] == 2
+    assert counts["fence.release.sync_restrict::shared::cta.cluster"] == 2
+    assert counts["mbarrier.arrive.relaxed.cluster.shared::cluster.b64"] == 2
+    assert _starting(counts, "mbarrier.arrive.release.cluster") == 0
+    assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
+
+
+def test_the_counter_is_in_the_compiled_kernel():
+    one, pair = (_opcodes(scheduler_class) for scheduler_class in COUNTERS)
+    for counts in (one, pair):
+        assert counts["atom.relaxed.gpu.global.inc.u32"] == 1, "one place in the program counts"
+        assert _starting(counts, "clusterlaunchcontrol") == 0
+    # A single CTA needs nothing of a cluster; a pair gets the number by an asynchronous store each.
+    assert _starting(one, "mapa") == _starting(one, "st.async") == _starting(one, "barrier.cl") == 0
+    assert pair["st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"] == 1
+
+
+def test_the_static_scheduler_exchanges_nothing():
+    counts = _opcodes(StaticPersistentScheduler)
+    assert _starting(counts, "clusterlaunchcontrol") == 0
+    assert _starting(counts, "mbarrier") == 0
+
+
+@pytest.mark.parametrize("scheduler_class", (StaticPersistentScheduler, ClcScheduler, *COUNTERS))
+def test_decoding_a_tile_costs_no_division(scheduler_class):
+    counts = _opcodes(scheduler_class)
+    assert _starting(counts, "div.") == 0 and _starting(counts, "rem.") == 0
+    assert counts["mul.hi.u32"] > 0
+
+
+@pytest.mark.parametrize(
+    ("scheduler_class", "clusters"),
+    [
+        (StaticPersistentScheduler, (4, 30)),
+        (ClcScheduler, (30, 30)),
+        (CounterScheduler, (4, 30)),
+    ],
+)
+def test_grid_shapes(scheduler_class, clusters):
+    problem = TileProblem(5, 3, 2)
+    for resident, expected in zip((4, 74), clusters):
+        assert scheduler_class.grid_shape(problem, resident) == (expected * CLUSTER_SIZE, 1, 1)
+        single = of_clusters(scheduler_class, 1)
+        assert single.grid_shape(problem, resident) == (expected, 1, 1)
+        assert of_clusters(single, CLUSTER_SIZE).cluster_size == CLUSTER_SIZE

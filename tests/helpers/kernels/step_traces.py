@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import sys
-from pathlib import Path
 
 import torch
 
@@ -158,22 +156,6 @@ def steps_of(seen, rows, columns):
     )
 
 
-def edited(module, edits, folder, monkeypatch):
-    """Return a module from a copy of its source, with other lines in place of some. edits: the
-    former by the latter, each of which stands once."""
-    source = Path(module.__file__).read_text()
-    for before, after in edits.items():
-        assert source.count(before) == 1, before
-        source = source.replace(before, after)
-    path = folder / Path(module.__file__).name
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"{module.__package__}.edited", path)
-    copy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, copy)
-    spec.loader.exec_module(copy)
-    return copy
-
-
 def attend(
     lengths, causal, backward=None, kv_dtype=torch.bfloat16, q_dtype=torch.bfloat16, **options
 ):
@@ -187,15 +169,6 @@ def attend(
     if backward is not None:
         out.backward(torch.randn_like(out))
     return _seen(lengths, causal)
-
-
-def attend_backward(lengths, causal, config):
-    """Gradients of attention of one head; returns (those of q, k and v, which keys each query
-    sees)."""
-    tensors = _inputs(lengths, True)
-    out = flash_attn_func(*tensors, causal=causal, num_splits=1, backward_config=config)
-    out.backward(torch.randn_like(out))
-    return [tensor.grad for tensor in tensors], _seen(lengths, causal)
 
 
 def _inputs(lengths, requires_grad):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +14,6 @@ import torch
 from fa4_hd256 import masks
 from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
-from fa4_hd256.integrations.context_parallel import heads, local, ring
 from fa4_hd256.integrations.context_parallel.spans import (
     PositionMask,
     Units,
@@ -375,87 +373,6 @@ def kernels_got(rank: int, case: Case) -> int:
     before = compile.counters["compiled"] + compile.counters["disk"]
     run(rank, case)
     return compile.counters["compiled"] + compile.counters["disk"] - before
-
-
-def planted(rank: int, name: str, case: Case) -> dict[str, np.ndarray]:
-    """`run` with a mistake in the integration, one of `PLANTED`."""
-    with PLANTED[name]():
-        return run(rank, case)
-
-
-def _sums_stay_away() -> Any:
-    return mock.patch.object(ring.RingAttention, "_add_returned", lambda *given: None)
-
-
-def _own_keys_at_every_hop() -> Any:
-    return mock.patch.object(
-        ring.RingAttention, "parts", lambda self, rows: parts_of(self.local, self.local, self.mask)
-    )
-
-
-def _one_key_too_many() -> Any:
-    right = ring.parts_of
-
-    def wrong(queries: Any, keys: Any, mask: Any) -> Any:
-        return right(queries, keys, mask._replace(right=mask.right + 1))
-
-    return mock.patch.object(ring, "parts_of", wrong)
-
-
-def _lse_without_its_gradient() -> Any:
-    right = local.gradients_of_results
-
-    def wrong(tensors: Any, *given: Any, **more: Any) -> Any:
-        return right(tensors._replace(dlse=None), *given, **more)
-
-    return mock.patch.object(local, "gradients_of_results", wrong)
-
-
-def _places_of_the_part() -> Any:
-    return mock.patch.object(local.Settings, "score_mod_of", lambda self, *part: self.score_mod)
-
-
-def _mask_places_of_the_part() -> Any:
-    return mock.patch.object(local.Settings, "mask_mod_of", lambda self, *part: self.mask_mod)
-
-
-def _heads_of_the_part() -> Any:
-    return mock.patch.object(heads, "mask_in_part", lambda mask_mod, place: mask_mod)
-
-
-def _tiles_of_the_part_alone() -> Any:
-    return mock.patch.object(local, "MASK_TILE", 1)
-
-
-def _tiles_of_the_first_keys() -> Any:
-    right = masks.TileMask.part
-
-    def wrong(self: Any, queries: range, keys: range, heads: range) -> Any:
-        return right(self, queries, range(len(keys)), heads)
-
-    return mock.patch.object(masks.TileMask, "part", wrong)
-
-
-def _a_sink_that_takes_nothing() -> Any:
-    def wrong(self: Any, sink: torch.Tensor) -> None:
-        self.lse = torch.logaddexp(self.lse, sink.float()[:, None])
-
-    return mock.patch.object(local.Attended, "_add_sink", wrong)
-
-
-#: Mistakes, by what is wrong.
-PLANTED = {
-    "sums of keys that were sent away do not come home": _sums_stay_away,
-    "keys of another rank are taken for one's own": _own_keys_at_every_hop,
-    "a query sees the key behind its own": _one_key_too_many,
-    "the gradient of LSE is left out": _lse_without_its_gradient,
-    "a sink takes part in LSE alone": _a_sink_that_takes_nothing,
-    "places of scores count in a part": _places_of_the_part,
-    "a block mask's keys are the first ones": _tiles_of_the_first_keys,
-    "places of a mask_mod count in a part": _mask_places_of_the_part,
-    "a mask_mod is asked in whole tiles of a part": _tiles_of_the_part_alone,
-    "heads of a mask_mod are this rank's": _heads_of_the_part,
-}
 
 
 # Mistakes of ranks.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import cutlass
-import cutlass.cute as cute
 import pytest
 import torch
 from backward_cases import check_each, packed
@@ -16,7 +14,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_varlen_func, get_backward_metadata, masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.packed_ds import begins_of
-from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
+from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, count_tiles
 from fa4_hd256.run import backward
 
 #: Queries and keys of sequences: of one block, of several with rests, none on either side.
@@ -196,9 +194,6 @@ def test_no_findings(seed, sanitize, exact_room):
     assert all(report.seed == seed and report.findings == [] for report in reports)
 
 
-# ------------------------------------------------------------------------------------ planted
-
-
 def wrong(monkeypatch, change):
     """Return (a batch, metadata that nobody compares with its lengths)."""
     monkeypatch.setattr(backward, "check_begins", lambda *given: None)
@@ -225,24 +220,6 @@ def test_metadata_of_other_lengths(monkeypatch, exact_room, change):
     batch, metadata = wrong(monkeypatch, change)
     found = batch.gradients(causal=True, backward_metadata=metadata)
     assert all(gradient.isnan().all() for gradient in found)
-
-
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_kernels_that_read_other_begins_are_found(planted, exact_room):
-    """Each sequence's tiles where those of the next one are."""
-    plain = StoredDs.of.__func__
-
-    def moved(cls, context, work):
-        tensors = context.sequences.tensors
-        behind = cutlass.min(context.batch(work) + 1, cute.size(tensors.ds_begins) - 1)
-        return cls(plain(cls, context, work).tiles, tensors.ds_begins[behind])
-
-    planted.setattr(StoredDs, "of", classmethod(moved))
-    batch = Packed(LENGTHS, "cpu")
-    with pytest.raises((sm100_sim.MemoryFault, AssertionError)):
-        found = batch.gradients(causal=True, backward_metadata=batch.metadata(causal=True))
-        batch.check(found, causal=True)
 
 
 # ------------------------------------------------------------------------------------- errors

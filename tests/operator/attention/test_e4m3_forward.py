@@ -33,7 +33,6 @@ from fa4_hd256 import (
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.check import reference
 from fa4_hd256.compat import flash_attn_3
-from fa4_hd256.kernels.forward import context
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.score_mods import alibi
 
@@ -82,7 +81,7 @@ def test_masks(mask, device, use_clc):
      {"softmax_scale": 2.0, "causal": True}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("*softcap*")
+@pytest.mark.sampled
 def test_options(options, device):
     """A sink is tested, too, and one scale for all."""
     tensors, given = triple((140, 260), (8, 2), 1, device), all_scales(1, device=device)
@@ -109,13 +108,13 @@ def test_forms_of_scales(form, device):
 def test_maxima_that_grow(steps, device):
     """Each tile of keys has greater scores than the one before by so many powers of two: below the
     threshold P comes up to 2^8, above it O is rescaled."""
-    q, k, v = triple((256, 896), (1, 1), 1, device)
+    q, k, v = triple((256, 896), (2, 1), 1, device)
     q[:] = torch.ones(256, device=device).to(E4M3)
     # Tiles come from the last keys to the first ones.
     tile = torch.arange(895, -1, -1, device=device) // 128
     rows = (tile * steps * math.log(2) / 16)[:, None] + 0.05 * k[0, :, 0].float()
     k[0, :, 0] = rows.to(E4M3)
-    accurate_e4m3(attend((q, k, v)), (q, k, v))
+    accurate_e4m3(attend((q, k, v), num_splits=1), (q, k, v))
 
 
 @pytest.mark.sampled
@@ -318,7 +317,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architectur
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-@pytest.mark.sampled("*static*0.0-1*")
+@pytest.mark.sampled("static-0.0-1")
 def test_no_findings(seed, softcap, use_clc, sanitize, architecture):
     if not takes_queries(architecture):
         pytest.skip(f"{architecture} has no kernel for q in e4m3")
@@ -326,38 +325,6 @@ def test_no_findings(seed, softcap, use_clc, sanitize, architecture):
     tensors, given = triple((300, 400), (2, 1), 2), all_scales(2, 1)
     attend(tensors, given, causal=True, softcap=softcap, use_clc=use_clc)
     assert sm100_sim.last_reports()[-1].findings == []
-
-
-def _wrong_head(scales, entry, head):
-    return REAL_SCALE(scales, entry, head ^ 1)
-
-
-REAL_SCALE = context.scale_of
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("bug", ["head", "swapped", "range"])
-@pytest.mark.sampled
-def test_planted_bugs_are_noticed(bug, planted, architecture):
-    """A scale of the wrong head; Q's and V's exchanged; P far below the range of e4m3."""
-    if not takes_queries(architecture):
-        pytest.skip(f"{architecture} has no kernel for q in e4m3")
-    kernel = kernels_of(named(architecture)).kernel("forward_e4m3")
-    if bug == "head":
-        planted.setattr(context, "scale_of", _wrong_head)
-    elif bug == "swapped":
-        real = kernel.descales
-
-        def swapped(self, optional):
-            given = real(self, optional)
-            return given | {"q_descale": given["v_descale"], "v_descale": given["q_descale"]}
-
-        planted.setattr(kernel, "descales", swapped)
-    else:
-        planted.setattr(kernel, "p_log2", -6.0)
-    tensors, given = triple((150, 260), (4, 2), 2), all_scales(2, 2)
-    with pytest.raises(AssertionError, match="max_error"):
-        accurate_e4m3(attend(tensors, given), tensors, given)
 
 
 # ---------------------------------------------------------------- what is refused

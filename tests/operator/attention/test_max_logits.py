@@ -67,6 +67,7 @@ def test_a_score_that_is_no_number_shows(device):
     check(found[[0, 1, 3]], q[:, :, [0, 1, 3]], k[:, :, [0, 0, 1]], causal=True)
 
 
+@pytest.mark.sampled
 def test_packed_sequences_and_padding(device):
     """One sequence without queries, one without keys; rows behind the last offset are not read."""
     lengths_q, lengths_k = (0, 140, 33, 5), (70, 290, 0, 6)

@@ -32,7 +32,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("lengths", "window"), WINDOWS)
-@pytest.mark.sampled("static-lengths[134678]-*")
+@pytest.mark.sampled("static-lengths[348]-*")
 def test_forward(lengths, window, use_clc, device):
     tensors = inputs(lengths, device=device)
     out, lse = flash_attn_func(*tensors, window_size=window, return_lse=True, use_clc=use_clc)
@@ -90,7 +90,7 @@ def test_packed_sequences(window, device):
 
 
 @pytest.mark.parametrize("window", [(None, -20), (-2, None)], ids=str)
-@pytest.mark.sampled("(None, -20)")
+@pytest.mark.sampled
 def test_decoding_over_pages(window, device):
     """Entries of pages that no query sees may be anything."""
     paged = Paged.of((300, 40, 0, 15), 16, device=device)

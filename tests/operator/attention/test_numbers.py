@@ -11,7 +11,7 @@ from fa4_hd256.call.options import Options, requested_splits
 
 
 def packed(device):
-    rows = [torch.randn(8, 1, 256, device=device).bfloat16() for _ in "qkv"]
+    rows = [torch.randn(8, heads, 256, device=device).bfloat16() for heads in (2, 1, 1)]
     return *rows, torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
 
 

@@ -108,6 +108,7 @@ def test_left_padding_of_a_whole_batch(device):
         accurate(out[one], lse[one], (q[one], k[one, first:], v[one, first:]))
 
 
+@pytest.mark.sampled
 def test_a_prefill_of_packed_queries(device):
     """The kernel of large tiles, whose keys begin anywhere."""
     counts = [150, 0, 200, 70]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import cache_reference
-import cutlass
 import e4m3_cases
 import pytest
 import torch
@@ -18,7 +17,6 @@ from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets, 
 from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
-from fa4_hd256.kernels.rows import pages
 from fa4_hd256.score_mods import alibi
 
 #: Rows in use and padding of each sequence: none; a part of a page; several pages and a part; up to
@@ -251,43 +249,3 @@ def test_the_operator_and_torch_compile(device):
         lambda q: attend(q, paged, **options), fullgraph=True, backend="aot_eager"
     )
     assert all(map(torch.equal, compiled(q), attend(q, paged, **options)))
-
-
-def _of_whole_pages(first_row, length, page_size):
-    """Sequences within one page begin with it, too."""
-    begin = first_row // page_size * page_size
-    begin = cutlass.select_(length > 0, begin, first_row)
-    return pages.FirstPage(begin, first_row - begin)
-
-
-def _visible(first_row, length, page_size):
-    """No key is hidden."""
-    found = FIRST(first_row, length, page_size)
-    return pages.FirstPage(found.row, found.hidden * 0)
-
-
-def _unclipped(keys, kv_tile):
-    """Boxes hold what lies under the padding."""
-    begin = keys._begin
-    keys._begin = pages.FirstPage(begin.row, begin.hidden - cutlass.Int32(1 << 20))
-    found = PLACES(keys, kv_tile)
-    keys._begin = begin
-    return found
-
-
-FIRST, PLACES = pages.FirstPage.of, pages.PagedKeys.places
-BUGS = {
-    "a box clipped on both sides": (pages.FirstPage, "of", staticmethod(_of_whole_pages)),
-    "padding seen as keys": (pages.FirstPage, "of", staticmethod(_visible)),
-    "NaN under the padding": (pages.PagedKeys, "places", _unclipped),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled
-@pytest.mark.simulator
-def test_a_planted_bug_is_refused(bug, planted):
-    owner, name, wrong = BUGS[bug]
-    planted.setattr(owner, name, wrong)
-    with pytest.raises(AssertionError):
-        check(queries(8, 3, 4), 32, causal=True, num_splits=1)

@@ -113,17 +113,17 @@ def test_compiled_graph(device):
     ("lengths_q", "page_size", "options"),
     [
         ((300, 5), 32, {"window_size": (100, 0), "num_splits": 2}),
-        ((1, 3), 48, {"window_size": (37, 5)}),
+        ((1, 3), 16, {"window_size": (37, 5), "num_splits": 2}),
     ],
 )
-@pytest.mark.sampled("static-lengths_q1-48-options1")
+@pytest.mark.sampled("static-lengths_q1-16-options1")
 def test_pages_left_of_a_window_are_never_read(lengths_q, page_size, options, use_clc, device):
     lengths = (640, 300)
     paged = Paged.of(lengths, page_size, device=device)
     before = paged.copy()
     for row, (n, m) in enumerate(zip(lengths_q, lengths, strict=True)):
         paged.forget(row, m - n - options["window_size"][0])
-    q = queries(sum(lengths_q), 3, device=device)
+    q = queries(sum(lengths_q), 2, device=device)
     check(q, paged, lengths_q, before, use_clc=use_clc, **options)
 
 

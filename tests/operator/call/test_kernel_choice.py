@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from fa4_hd256.call import forward_problem
-from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.decode.config import DECODE
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 
@@ -55,25 +51,6 @@ def test_the_rule(call, tiles, packed):
     for batch, keys in ((1, 1), (1, 1 << 17), (128, 4096)):
         found = Problem.describe(tensors(queries, keys, heads, batch), Options(1.0))
         assert (found.tiles, found.packed_heads) == (tiles, packed)
-
-
-@pytest.mark.parametrize("mistake", ["rows of a query", "bound", "order"])
-def test_bounds_that_are_off_are_noticed(mistake, monkeypatch):
-    """The table above tells them apart: a bound of one row more, rows without their padding, and
-    the pairs' tiles before those of 64 rows."""
-    known = KERNELS.forwards
-    if mistake == "bound":
-        known = (replace(FEW, most_rows=FEW.rows + 1), *known[1:])
-    elif mistake == "order":
-        known = (FEW, SOME, MANY, WIDE)
-    else:
-        monkeypatch.setattr(forward_problem, "query_rows", lambda packed, rows: packed)
-    kinds = {
-        (replace(found, most_rows=None), packed) != (replace(tiles, most_rows=None), wanted)
-        for (queries, heads), tiles, wanted in RULE
-        for found, packed in [choose_tiles(known, heads[0] // heads[1], queries, ())]
-    }
-    assert True in kinds
 
 
 def test_the_longest_sequence_decides():

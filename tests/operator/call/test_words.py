@@ -71,7 +71,7 @@ def calls():
     q, k = torch.zeros(1, 4, 2, 256).bfloat16(), torch.zeros(1, 4, 1, 256).bfloat16()
     for option in OPTIONS:
         for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
-            yield option, lambda v, f=function, o=option: f(q, k, k, **{o: v})
+            yield option, lambda v, f=function, o=option: f(q, k, k, **{"causal": True, o: v})
     for option in ("cache_seqlens", "page_table", "rotary_interleaved"):
         yield option, lambda v, o=option: flash_attn_with_kvcache(q, k, k, **{o: v})
     for option in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k"):

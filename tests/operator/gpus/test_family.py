@@ -75,6 +75,7 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     [((), "sm_100f"), (((10, 0),), "sm_100f"), (((10, 3), (10, 3)), "sm_103a"),
      (((10, 0), (10, 3)), "sm_100f")],
 )  # fmt: skip
+@pytest.mark.sampled("seen0-*", "seen2-*")
 def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected):
     """The cache key follows, too: binaries of one are not taken for those of the other."""
     spec = KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))
@@ -87,6 +88,7 @@ def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected)
     assert f".target {expected}" in str(compile.trace_and_compile(spec).artifacts.PTX)
 
 
+@pytest.mark.sampled
 @pytest.mark.simulator
 def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     """PTX for sm_103a, which ptxas schedules in another way, gives the same bits."""
@@ -108,6 +110,7 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
 
 
 @pytest.mark.parametrize("target", BLACKWELL.targets)
+@pytest.mark.sampled("sm_100a")
 def test_targets_of_the_family_may_be_set(monkeypatch, target):
     monkeypatch.setenv("CUTE_DSL_ARCH", target)
     spec = KernelSpec("forward_combine", CombineConfig(), CombineClass(torch.bfloat16))

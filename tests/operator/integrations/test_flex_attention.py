@@ -106,16 +106,6 @@ def test_where_nobody_sees_an_index_may_lead_beyond_its_tensor(tensors, device):
     torch.testing.assert_close(lse.cpu().double(), wanted[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled
-def test_another_factor_is_seen(tensors, device):
-    """A number in a score_mod counts, though its kernel's tensors are the same."""
-    outs = [
-        flex_attention(*tensors[:3], enable_gqa=True, score_mod=lambda s, b, h, q, k, f=f: s * f)
-        for f in (1.0, 0.5)
-    ]
-    assert not torch.allclose(*outs)
-
-
 def test_auxiliary_results(tensors):
     request = pytorch.AuxRequest(lse=True)
     out, aux = flex_attention(*tensors[:3], enable_gqa=True, return_aux=request)

@@ -14,7 +14,6 @@ from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.backward.common import BackwardEntry
 from fa4_hd256.run import compile
-from fa4_hd256.schedulers import PackedBlocks
 
 #: A long one at each end, none, one row, and more of them than a warp has lanes.
 LENGTHS = (300, 1, 0, 17, 130, 260, 5, *[2] * 40, 129)
@@ -101,19 +100,3 @@ def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, m
     assert all(map(torch.equal, found["grid"], found["row"]))
     assert numbered or memory is None
     assert all(map(torch.equal, found["grid"], found["too few"])) == (not numbered)
-
-
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_a_number_that_leads_elsewhere_is_seen(device, planted):
-    """A wrong number fails the check, so these lengths are numbered in a row, and the number
-    counts."""
-    found = PackedBlocks.found
-
-    def another(self, number):
-        block, sequence = found(self, number)
-        return block + 1, sequence
-
-    planted.setattr(PackedBlocks, "locate", another)
-    found = attend((2, 2), device, causal=True, use_clc=False)
-    assert not is_right(*found, window_size=(None, 0))

@@ -1,4 +1,4 @@
-"""Steps that a block mask lists: what the simulator sees, and bugs that the tests refuse."""
+"""Steps that a block mask lists: what the simulator sees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.mask import block_mask
 
 pytestmark = pytest.mark.simulator
 
@@ -61,64 +60,3 @@ def test_empty_tiles_are_not_loaded(architecture):
     tiles = 2 if architecture == "sm_100a" else 4
     of_kv = tiles * 512 * 2 * 256 * 2
     assert (whole["load_bytes"] - of_q) == 4 * (some["load_bytes"] - of_q) == of_kv
-
-
-LIST, BITS = block_mask.StepList, block_mask.RowBits
-STEP, TILE, WORDS, NEXT = LIST.kv_tile, LIST.bit_tile, LIST.words, BITS.next
-
-
-def _stale_bits(self):
-    """The bits of the step before."""
-    following = NEXT(self)
-    following._words = self._words
-    return following
-
-
-def _full_as_partial(self):
-    """A full tile that is masked by whatever bits are there."""
-    following = NEXT(self)
-    following._numbers = (following._numbers[0] * 0, following._numbers[1])
-    following._words = self._words
-    return following
-
-
-#: Edits of Blackwell's pairs, and of their softmax, which reads bits a step ahead.
-AHEAD = {
-    "bits of the other half": (
-        LIST,
-        "bit_tile",
-        lambda self, step, half: TILE(self, step, 1 - half),
-    ),
-    "stale bits": (BITS, "next", _stale_bits),
-    "a full tile taken as partial": (BITS, "next", _full_as_partial),
-}
-BUGS = {
-    "the step before": (LIST, "kv_tile", lambda self, step: STEP(self, step - 1)),
-    "the step behind": (LIST, "kv_tile", lambda self, step: STEP(self, step + 1)),
-    "bits of the neighbouring tile": (
-        LIST, "words", lambda self, number, row: WORDS(self, number - 1, row)
-    ),
-    "bits of the next row": (
-        LIST, "words", lambda self, number, row: WORDS(self, number, row ^ 1)
-    ),
-    "bits of the step before": (
-        LIST, "bit_tile", lambda self, step, half: TILE(self, step - self.parts, half)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled
-def test_a_planted_bug_is_refused(bug, planted):
-    planted.setattr(*BUGS[bug])
-    with pytest.raises(AssertionError):
-        attend()
-
-
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.parametrize("bug", AHEAD)
-@pytest.mark.sampled
-def test_a_planted_bug_of_pairs_is_refused(bug, planted):
-    planted.setattr(*AHEAD[bug])
-    with pytest.raises(AssertionError):
-        attend()

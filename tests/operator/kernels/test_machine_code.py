@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import replace
 
-import cutlass.cute as cute
 import pytest
 import torch
 from backward_cases import gradients, inputs
@@ -28,9 +27,8 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     ProductsPlan,
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
-from fa4_hd256.kernels.blackwell.forward.scores import StepScores
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
-from fa4_hd256.kernels.mask.block_mask import FULL, MASK_GRADIENTS, MASK_STEPS
+from fa4_hd256.kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.mask_mods import MaskMod
@@ -166,14 +164,6 @@ def _window(batch, head, query, key, tensors):
     return (key <= query) & ((query - key <= 300) | (key < 4))
 
 
-@cute.jit
-def _hide_under_a_branch(self, context, scores, row, key, number):
-    if number != FULL:
-        functions = self.functions
-        places = functions.mask_places(context, row.work, lambda i: (row.head, row.query, key + i))
-        functions.mask_function.hide(scores, places, number)
-
-
 def shortest_turn(function, start: int) -> int:
     """Instructions of the shortest way from one back to it."""
     home, least = function.block_of[start], {}
@@ -205,9 +195,3 @@ def _shortest_step() -> int:
 def test_a_step_that_sees_all_asks_no_mask_mod():
     """NOTE [a loop that runs once]."""
     assert (found := _shortest_step()) < 900, found
-
-
-@pytest.mark.sampled
-def test_under_a_branch_every_step_asks_a_mask_mod(planted):
-    planted.setattr(StepScores, "_hide_unseen", _hide_under_a_branch)
-    assert (found := _shortest_step()) > 1400, found

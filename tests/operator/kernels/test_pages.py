@@ -1,4 +1,4 @@
-"""Boxes of keys in pages: what the simulator sees of them, and bugs that the tests refuse."""
+"""Boxes of keys in pages: what the simulator sees of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from paged_cases import Paged, attend, check
 
 import sm100_sim
 from fa4_hd256 import flash_attn_varlen_func
-from fa4_hd256.kernels.rows import pages
 from sm100_sim.errors import MemoryFault
 
 pytestmark = pytest.mark.simulator
@@ -46,53 +45,6 @@ def test_boxes_have_the_bytes_of_tiles(page_size):
     k, v = paged.padded()
     flash_attn_varlen_func(q, k, v, seqused_k=paged.used, **options)
     assert found == sm100_sim.last_reports()[-1].tma
-
-
-def _neighbour(self, row):
-    return BOX(self, row ^ self.box_rows)
-
-
-def _stale(self):
-    tile = NEXT(self)
-    return pages.PagedTile(tile._keys, tile._number, self._places, tile._following)
-
-
-def _unclipped(sequence, first_row, rows, least=0):
-    return first_row + rows, rows - rows
-
-
-def _half_page(keys, *arguments):
-    INIT(keys, *arguments)
-    keys.page_size //= 2
-
-
-def _no_window(keys, table, length, first_key, sizes):
-    INIT(keys, table, length, first_key * 0, sizes)
-
-
-def _no_end(keys, table, length, first_key, sizes):
-    INIT(keys, table, length, first_key, sizes)
-    keys._last_page = length
-
-
-BOX, NEXT, INIT = pages.PagedTile.box, pages.PagedTile.next, pages.PagedKeys.__init__
-BUGS = {
-    "the page of the neighbouring box": (pages.PagedTile, "box", _neighbour, AssertionError),
-    "the places of the tile before": (pages.PagedTile, "next", _stale, AssertionError),
-    "rows past the end": (pages, "clip", _unclipped, (AssertionError, MemoryFault)),
-    "another page size": (pages.PagedKeys, "__init__", _half_page, (AssertionError, MemoryFault)),
-    "entries left of the window": (pages.PagedKeys, "__init__", _no_window, MemoryFault),
-    "entries past the end": (pages.PagedKeys, "__init__", _no_end, MemoryFault),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled
-def test_a_planted_bug_is_refused(bug, planted):
-    owner, name, wrong, error = BUGS[bug]
-    planted.setattr(owner, name, wrong)
-    with pytest.raises(error):
-        decoding(num_splits=1)
 
 
 def test_the_numbers_that_are_read_decide(monkeypatch):

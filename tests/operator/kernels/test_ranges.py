@@ -79,6 +79,7 @@ def test_the_default_kernel_has_none(spec):
     assert "iket" not in compile_kernel(spec).ptx
 
 
+@pytest.mark.sampled
 def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
     """PTX without the decorators differs in line numbers alone."""
     decorated = ranges.traced("a name")(len).__code__

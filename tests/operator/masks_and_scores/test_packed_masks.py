@@ -161,14 +161,6 @@ def test_masks_are_joined_once(device, monkeypatch):
     assert not torch.equal(call(), first) and len(made) == 2
 
 
-TABLE = packed_row._table
-BUGS = {
-    "sequences are forgotten": ("in_sequences", lambda mask, *offsets, with_bits: mask),
-    "a function forgets them": ("_with_table", lambda given, functions, table: given),
-    "rows are of the sequence before": ("_table", lambda *given: TABLE(*given).roll(130, 0)),
-}
-
-
 def test_joined_masks_that_are_kept_have_a_bound(device, monkeypatch):
     """A data set's offsets are alive all the time; the oldest joined mask goes, and comes again."""
     made = []
@@ -185,19 +177,6 @@ def test_joined_masks_that_are_kept_have_a_bound(device, monkeypatch):
     assert len(made) == len(rows), "those within the bound are made once"
     assert torch.equal(packed_row._joined(mask, rows[0])[0].tiles, first)
     assert len(made) == len(rows) + 1
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("sequences are forgotten")
-def test_a_planted_bug_is_refused(bug, monkeypatch):
-    monkeypatch.setattr(packed_row, *BUGS[bug])
-    tensors, mod = leaves("cpu"), MaskMod.of(near_in_kernel)
-    if bug == "sequences are forgotten":
-        mod = None
-    found = attend(tensors, "cpu", block_mask=block_mask_of(near, "cpu"), mask_mod=mod)
-    with pytest.raises(AssertionError):
-        check(tensors, found, dense_of(near))
 
 
 def row(rows=8, device="cpu"):

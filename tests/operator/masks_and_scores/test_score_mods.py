@@ -21,10 +21,8 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.functions import kernel_functions
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
-from sm100_sim.errors import SimulationError
 
 LSE_TOLERANCE = 1e-3
 SLOPES = torch.tensor([0.05, 0.4, 0.011, 0.2])
@@ -232,22 +230,6 @@ def test_a_cache_with_new_rows(paged, device):
         check((out[b : b + 1], lse[b : b + 1]), alone, causal=True, score_mod=own)
 
 
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_a_wrong_head_is_seen(planted):
-    """Heads taken for one another, as a kernel would that forgets which of a group a row is of."""
-    right = kernel_functions.ScorePlaces.at
-    planted.setattr(
-        kernel_functions.ScorePlaces,
-        "at",
-        lambda own, n: right(own, n)._replace(head=cute.Int32(0)),
-    )
-    case, tensors = CASES["alibi"], inputs(64, 64, (2, 2))
-    found = flash_attn_func(*tensors, score_mod=case.mod("cpu", (1, 2)), return_lse=True)
-    with pytest.raises(AssertionError):
-        check(found, tensors, score_mod=case.of_reference(64, 64))
-
-
 def read_once(score, place, tensors):
     of_keys, of_queries = tensors
     return score + of_keys[place.head, place.key] + of_queries[place.query]
@@ -266,18 +248,6 @@ def test_places_stay_inside(device):
     """Kernels read no tensor past its end for rows of a tile that no sequence has."""
     out, dq = call_of_exact_tensors(device)
     assert out.isfinite().all() and dq.isfinite().all()
-
-
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_places_beyond_are_seen(planted):
-    """The simulator knows what memory a call has."""
-    planted.setattr(
-        kernel_functions.ScorePlaces, "at",
-        lambda own, n: kernel_functions.Scored(own._batch, *own._locate(n), *own._lengths),
-    )  # fmt: skip
-    with pytest.raises(SimulationError):
-        call_of_exact_tensors("cpu")
 
 
 @pytest.mark.sampled

@@ -6,9 +6,6 @@ Hopper), heads and queries take every kernel: decode and forward, with one KV sp
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import cache_reference
 import pytest
 import torch
@@ -25,8 +22,6 @@ from fa4_hd256 import (
     get_scheduler_metadata,
     masks,
 )
-from fa4_hd256.kernels import context
-from fa4_hd256.kernels.mask import masking
 from fa4_hd256.score_mods import alibi
 
 
@@ -87,7 +82,7 @@ def test_trees(queries, keys, heads, num_splits, device):
     ("queries", "keys", "heads", "num_splits"),
     [(64, 270, (4, 1), 1), (61, 200, (1, 1), 2), (33, 30, (4, 1), 1)],
 )
-@pytest.mark.sampled("61-*", "33-*")
+@pytest.mark.sampled("33-*")
 def test_trees_of_64(queries, keys, heads, num_splits, device):
     tensors = dense(queries, keys, heads, device=device)
     # Any bits, not those of ancestors alone: each decides about a key.
@@ -305,44 +300,6 @@ def test_keys_in_e4m3(queries):
     )
     seen = cache_reference.seen_by_nodes(mask, keys[0].shape[1])
     accurate_e4m3(found, q, exact(keys, given), mask=seen)
-
-
-def _next_bit(nodes, first):
-    return FROM_NODE(nodes, first + 1)
-
-
-def _next_query(shared, work, row):
-    return NODES(shared, work, row + 1)
-
-
-def _first_sequence(shared, work, row):
-    return NODES(shared, SimpleNamespace(batch=0), row)
-
-
-def _no_node_is_certain(visibility, tile, part):
-    """The range of the causal mask, as if nodes saw all before them."""
-    return TILE_RANGE(replace(visibility, kind=masking.MaskKind()), tile, part)
-
-
-FROM_NODE, NODES = masking._from_node, context.KernelContext.nodes
-TILE_RANGE = masking.Visibility.tile_range
-BUGS = {
-    "shifted by one": (masking, "_from_node", _next_bit),
-    "the word of another query": (context.KernelContext, "nodes", _next_query),
-    "the words of another sequence": (context.KernelContext, "nodes", _first_sequence),
-    "a tile without the mask": (masking.Visibility, "tile_range", _no_node_is_certain),
-}
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled
-def test_planted_bugs_are_noticed(bug, planted):
-    """Three of the nodes' keys end a tile, on either architecture, that nothing else masks."""
-    planted.setattr(*BUGS[bug])
-    mask = torch.stack([torch.eye(5, dtype=torch.bool), tree(5)])
-    with pytest.raises(AssertionError, match="max_error"):
-        check(dense(5, 642, (8, 1)), mask, num_splits=1)
 
 
 @pytest.mark.sampled

@@ -141,22 +141,6 @@ def test_what_a_key_holds(launched, changed):
     assert all(map(torch.equal, found, results()))
 
 
-@pytest.mark.sampled
-def test_a_key_without_arguments_is_seen(launched, monkeypatch):
-    """A short key fails the check, so these checks tell calls apart."""
-    tensors, operator = [normal(1, 64, 1, 256) for _ in "qkv"], torch.ops.fa4_hd256.forward
-    others = forward_arguments(*tensors, softmax_scale=0.125)
-    expected, _ = operator(*others)
-    forget()
-    own = plans.key_of
-    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
-    monkeypatch.setattr(plans, "key_of", lambda tensors, _, switches: own(tensors, (), switches))
-    for _ in range(2):
-        operator(*forward_arguments(*tensors))
-    found, _ = operator(*others)
-    assert not torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("wanted", [[True, False, False, False], [False, True, False, False]])
 @pytest.mark.sampled("wanted1")
 def test_gradients_that_are_not_asked_for_are_empty(launched, wanted):

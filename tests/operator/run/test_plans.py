@@ -545,19 +545,6 @@ def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
     assert repeats(flash_attn_func, *small()) and repeats(flash_attn_func, *small())
 
 
-def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
-    """The test above fails where the key lacks something."""
-
-    def without_strides(tensors, facts, switches):
-        shapes = tuple(None if t is None else t.shape for t in tensors)
-        return (facts, shapes), [t.data_ptr() for t in tensors if t is not None]
-
-    monkeypatch.setattr(plans, "key_of", without_strides)
-    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
-    with pytest.raises(AssertionError):
-        test_the_key_tells_calls_apart(CHANGES["strides of k"], long_way)
-
-
 def test_what_cannot_be_hashed_has_no_plan_that_is_kept(long_way):
     """A window as a list is accepted, and looked up nowhere."""
     for _ in range(3):

@@ -241,24 +241,6 @@ def test_parts_have_the_same_kernels(pools, rows):
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("name", context_cases.PLANTED)
-@pytest.mark.sampled(
-    "sums of keys that were sent away do not come home", "a query sees the key behind its own",
-    "the gradient of LSE is left out",
-)  # fmt: skip
-def test_planted_mistakes_are_found(pools, name):
-    alibi = ", ALiBi" if "scores" in name else ""
-    case = TWO[f"causal{alibi}, sink, gradient of LSE"]
-    if "block mask" in name:
-        case = TWO["prefix"]
-    if "mask_mod" in name:
-        way = "heads, zigzag, mask_mod" if "heads" in name else "mask_mod, sink, gradient of LSE"
-        case = TWO[way]
-    found = pools(2).run(context_cases.planted, name, case)
-    assert max(context_cases.errors(case, found).values()) > 2, name
-
-
-@pytest.mark.simulator
 @pytest.mark.parametrize(
     "function, expected",
     [

@@ -15,7 +15,6 @@ from fa4_hd256.kernels.small.backward_sum import SumConfig
 from fa4_hd256.run.backward_arguments import sum_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.plan import PlanBuilder
 from fa4_hd256.run.resources import resource_usage
 
 
@@ -49,7 +48,7 @@ def expected(parts, heads, dtype):
     ("batch", "rows", "heads", "count"),
     [(1, 1, 1, 2), (2, 5, 3, 3), (1, 9, 2, 8), (3, 17, 1, 5)],
 )
-@pytest.mark.sampled("1-1-1-2-dtype0", "1-1-1-2-dtype1", "1-9-2-8-dtype0")
+@pytest.mark.sampled("1-1-1-2-dtype0", "1-9-2-8-dtype0")
 def test_sums_are_those_of_float32_in_order(device, batch, rows, heads, count, dtype):
     torch.manual_seed(rows)
     shape = batch, rows, heads * count, 256
@@ -89,19 +88,3 @@ def test_gradients_in_parts(device, monkeypatch, parts):
     """The last part may have fewer heads; the memory of the sums may hold anything."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: parts)
     check(inputs((40, 70), (5, 1), device=device), causal=True)
-
-
-def test_a_part_that_is_left_out_is_seen(device, monkeypatch):
-    """A missing part fails the check, so these gradients are sums of parts, added up by the
-    kernel."""
-    monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: 2)
-    launch = PlanBuilder.launch
-
-    def without_one(builder, spec, arguments):
-        for view in arguments[0] if spec.kind == "backward_sum" else ():
-            builder.operate("leave out", (view.name,), lambda parts: parts[:, :, 1].zero_())
-        launch(builder, spec, arguments)
-
-    monkeypatch.setattr(PlanBuilder, "launch", without_one)
-    with pytest.raises(AssertionError):
-        check(inputs((40, 70), (4, 1), device=device), causal=True)

@@ -96,42 +96,6 @@ def test_random_lengths_and_windows():
         assert not is_wrong(lengths, (draw.choice(sides), draw.choice(sides)))
 
 
-def begins_of_two_halves_alike(self, block, half):
-    begin, start = self._begin(block), max(self.first, 0) if self.first is not None else 0
-    return begin * begin - start * (start - 1) if self.first is not None else 0
-
-
-def begins_of_none_before_the_diagonal(self, block, half):
-    begin = self._begin(block)
-    return 0 if self.first is None else begin * (begin + half)
-
-
-def ends_that_rise_on(self, block, half):
-    if self.limit is None:
-        return (2 * block + half) * self.blocks_q
-    limit, start = max(block + self.limit, 0), max(self.limit, 0)
-    return limit * (limit - 1 + half) - start * (start - 1)
-
-
-def ends_of_the_longest_only(self, block, half):
-    return (2 * block + half) * self.blocks_q
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("_begins", begins_of_two_halves_alike),
-        ("_begins", begins_of_none_before_the_diagonal),
-        ("_ends", ends_that_rise_on),
-        ("_ends", ends_of_the_longest_only),
-    ],
-)
-def test_a_wrong_sum_is_found(monkeypatch, name, wrong):
-    """Planted: tiles that share a number, or leave some out."""
-    monkeypatch.setattr(DsTiles, name, wrong)
-    assert any(itertools.starmap(is_wrong, CASES))
-
-
 # ------------------------------------------------------------------------- unequal lengths
 
 
@@ -174,28 +138,6 @@ def overlaps() -> int:
 def test_sequences_of_any_lengths_have_room():
     """Packed and padded: none begins before the one before ends, and the last ends within."""
     assert overlaps() == 0
-
-
-def test_a_unit_that_is_too_small_is_found(monkeypatch):
-    """Planted: room for a block of queries less."""
-
-    plain = ds_units
-
-    def smaller(*given):
-        units, tiles = plain(*given)
-        return units, tiles - 4
-
-    monkeypatch.setitem(globals(), "ds_units", smaller)
-    assert overlaps()
-
-
-def test_units_that_begin_too_early_are_found(monkeypatch):
-    """Planted: sequences that begin where packed keys do, without a block for the rest."""
-    monkeypatch.setitem(
-        globals(), "first_unit",
-        lambda sequence, blocks, offset: sequence * blocks if offset is None else offset // 256,
-    )  # fmt: skip
-    assert overlaps()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from replays import copied, forget
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.problem_class import OF_PAGES
-from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass, RotaryRows
+from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -181,22 +181,9 @@ def test_tables_of_other_layouts(device):
         close(rotated.flatten(0, 1), case.turned(given.q, given, 1), case.columns)
 
 
-@pytest.mark.simulator
-def test_a_sign_that_is_wrong_is_seen(planted):
-    angles = RotaryRows._angles
-
-    def mirrored(self, *arguments):
-        cos, sin = angles(self, *arguments)
-        return cos, [-value for value in sin]
-
-    planted.setattr(RotaryRows, "_angles", mirrored)
-    with pytest.raises(AssertionError):
-        check(Case(), "cpu")
-
-
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.sampled("sm_100a-True")
+@pytest.mark.sampled
 def test_it_keeps_its_values_in_registers(architecture, interleaved):
     rotary = RotaryClass(torch.float32, interleaved, ordered=True, packed=True)
     own = AppendClass(torch.bfloat16, True, True, E4M3, OF_PAGES, rotary)
@@ -206,7 +193,7 @@ def test_it_keeps_its_values_in_registers(architecture, interleaved):
 
 def given_call(**changed):
     """Arguments of a call over pages, its rows to be rotated."""
-    cos, sin = torch.randn(2, POSITIONS, 16)
+    cos, sin = torch.randn(2, POSITIONS, 16).bfloat16()
     arguments = {
         "q": torch.randn(2, 2, 2, 256).bfloat16(),
         "k": torch.randn(2, 2, 1, 256).bfloat16(), "v": torch.randn(2, 2, 1, 256).bfloat16(),
@@ -240,10 +227,12 @@ def test_repeated_calls(launched, own):
 CHANGES = {
     "pairs": {"rotary_interleaved": False},
     "an order of queries": {"causal": False},
-    "tables in bfloat16": {
-        name: torch.randn(POSITIONS, 16).bfloat16() for name in ("rotary_cos", "rotary_sin")
+    "tables in float32": {
+        name: torch.randn(POSITIONS, 16) for name in ("rotary_cos", "rotary_sin")
     },
-    "fewer columns": {name: torch.randn(POSITIONS, 8) for name in ("rotary_cos", "rotary_sin")},
+    "fewer columns": {
+        name: torch.randn(POSITIONS, 8).bfloat16() for name in ("rotary_cos", "rotary_sin")
+    },
     "no rotary embedding": dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens")),
 }  # fmt: skip
 

@@ -1,49 +1,80 @@
-"""A few queries against many keys on Blackwell: keys as M, in one part and in several."""
+"""A few queries against many keys: keys as M on Blackwell, one warpgroup's tiles on Hopper, in one
+part and in several."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 
-import cutlass.cute as cute
 import pytest
 import torch
 from decode_cases import accurate, tensors
-from paged_cases import Paged
-from paged_cases import check as check_pages
 from step_traces import table_of
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
-from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.hopper.forward import config as hopper
 from fa4_hd256.kernels.proof.drain import check_drains
+from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
+
+#: Kernels for few rows: by architecture and rows of a tile.
+KERNELS = {f"sm_100a, {config.rows}": ("sm_100a", config) for config in DECODE}
+KERNELS["sm_90a"] = "sm_90a", hopper.DECODE
+
+
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """Return a configuration of `KERNELS`, whose architecture calls are for from now on."""
+    architecture, config = KERNELS[request.param]
+    monkeypatch.setenv("FA4_HD256_ARCH", architecture)
+    return config
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+
+
+def of(*names):
+    """Run a test with some of `KERNELS`."""
+    return pytest.mark.parametrize("kernel", names, indirect=True)
+
+
+FEWEST = of("sm_100a, 16", "sm_90a")
 
 
 # Rows of a tile: all of them; of a group of 6 heads, padded to 8; several tiles of queries; a head
-# by itself, since a group of 24 has no place in a tile.
+# by itself, since a group of 24 has no place in a tile. On Hopper 16 of 64 rows, all of them, and
+# groups of 3, 6 and 5, padded.
 @pytest.mark.parametrize(
-    ("config", "queries", "heads"),
-    [(DECODE[0], 2, (8, 1)), (DECODE[1], 4, (8, 1)), (DECODE[2], 8, (16, 2)),
-     (DECODE[1], 3, (12, 2)), (DECODE[0], 5, (8, 2)), (DECODE[0], 1, (24, 1))],
-    ids=lambda value: str(getattr(value, "rows", value)),
+    ("kernel", "queries", "heads"),
+    [("sm_100a, 16", 2, (8, 1)), ("sm_100a, 32", 4, (8, 1)), ("sm_100a, 64", 8, (16, 2)),
+     ("sm_100a, 32", 3, (12, 2)), ("sm_100a, 16", 5, (8, 2)), ("sm_100a, 16", 1, (24, 1)),
+     ("sm_90a", 1, (16, 1)), ("sm_90a", 4, (32, 2)), ("sm_90a", 5, (3, 1)),
+     ("sm_90a", 8, (12, 2)), ("sm_90a", 1, (5, 1))],
+    indirect=["kernel"],
+    ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-16-2-(8, 1)")
-def test_rows_and_tiles(config, queries, heads, num_splits):
+@pytest.mark.sampled("1-sm_100a, 16-2-*", "1-sm_90a-4-*")
+def test_rows_and_tiles(kernel, queries, heads, num_splits):
     given = tensors(queries, 450, heads)
     found = flash_attn_func(
-        *given, causal=True, return_lse=True, num_splits=num_splits, config=config
+        *given, causal=True, return_lse=True, num_splits=num_splits, config=kernel
     )
     accurate(found, given, causal=True)
     report = sm100_sim.last_reports()[-1 - (num_splits > 1)]
-    assert report.cluster == (1, 1, 1) and report.warps("tcgen05.mma") > 0
+    assert report.cluster == (1, 1, 1)
+    assert report.warps("tcgen05.mma") + report.warps("wgmma.mma_async") > 0
 
 
 @pytest.mark.parametrize(
@@ -54,62 +85,61 @@ def test_rows_and_tiles(config, queries, heads, num_splits):
      ({"softmax_scale": 0.0}, torch.float16, 1)],
     ids=str,
 )  # fmt: skip
+@of("sm_100a, 32", "sm_90a")
 @pytest.mark.sampled
-def test_options(options, dtype, num_splits):
+def test_options(options, dtype, num_splits, kernel):
     given = tensors(3, 333, (8, 1), dtype=dtype)
     sink = torch.randn(8)
     found = flash_attn_func(
-        *given, return_lse=True, num_splits=num_splits, learnable_sink=sink, config=DECODE[1],
+        *given, return_lse=True, num_splits=num_splits, learnable_sink=sink, config=kernel,
         **options,
     )  # fmt: skip
     accurate(found, given, learnable_sink=sink, **options)
 
 
+@FEWEST
 @pytest.mark.sampled
-def test_a_sink_where_no_key_is_seen():
+def test_a_sink_where_no_key_is_seen(kernel):
     """Rows before the first key: their LSE is the sink's."""
     q, k, v = tensors(8, 5, (2, 1), batch=1)
     sink = torch.randn(2)
     found = flash_attn_func(
-        q, k, v, causal=True, return_lse=True, learnable_sink=sink, config=DECODE[0]
+        q, k, v, causal=True, return_lse=True, learnable_sink=sink, config=kernel
     )
     accurate(found, (q, k, v), causal=True, learnable_sink=sink)
     assert torch.allclose(found[1][0, :, 0], sink, rtol=1e-6)
 
 
+@of("sm_100a, 64", "sm_90a")
 @pytest.mark.sampled
-def test_padding_of_a_group():
+def test_padding_of_a_group(kernel):
     """Every option whose value is a head's or a query's; each row of the result is its own."""
     q, k, v = tensors(5, 300, (12, 2))
-    sink, config = torch.randn(12), DECODE[2]
-    found = flash_attn_func(
-        q, k, v, causal=True, window_size=(150, 0), return_lse=True, learnable_sink=sink,
-        config=config,
-    )  # fmt: skip
-    accurate(found, (q, k, v), causal=True, window_size=(150, 0), learnable_sink=sink)
+    options = {"causal": True, "window_size": (150, 0), "learnable_sink": torch.randn(12)}
+    found = flash_attn_func(q, k, v, return_lse=True, config=kernel, **options)
+    accurate(found, (q, k, v), **options)
     offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ((0, 3, 3, 8), (0, 100, 250, 600))]
     packed = flash_attn_varlen_func(
         q.reshape(-1, 12, 256)[:8], *(t.reshape(-1, 2, 256) for t in (k, v)),
         cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=5, max_seqlen_k=350,
-        causal=True, num_splits=2, config=config,
+        causal=True, num_splits=2, config=kernel,
     )  # fmt: skip
     for first, last, keys in ((0, 3, slice(0, 100)), (3, 8, slice(250, 600))):
         given = q.reshape(-1, 12, 256)[first:last], *(t.reshape(-1, 2, 256)[keys] for t in (k, v))
-        alone = flash_attn_func(*(t[None] for t in given), causal=True, num_splits=2, config=config)
+        alone = flash_attn_func(*(t[None] for t in given), causal=True, num_splits=2, config=kernel)
         assert torch.equal(packed[first:last], alone[0])
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("3")
-def test_lengths_on_the_device(num_splits):
+@FEWEST
+@pytest.mark.sampled
+def test_lengths_on_the_device(kernel):
     """Each sequence uses a part of a cache, one of them nothing."""
     q, k, v = tensors(1, 257, (8, 1), batch=4)
     used = torch.tensor([257, 64, 0, 1], dtype=torch.int32)
-    k[1, 64:], v[1, 64:] = 3e38, 3e38
+    k[1, 64:], v[1, 64:] = torch.nan, torch.nan
     out, lse = flash_attn_varlen_func(
-        q, k, v, seqused_k=used, causal=True, return_lse=True, num_splits=num_splits,
-        config=DECODE[0],
-    )  # fmt: skip
+        q, k, v, seqused_k=used, causal=True, return_lse=True, num_splits=3, config=kernel
+    )
     for i, length in enumerate(used.tolist()):
         if length:
             part = q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length]
@@ -118,9 +148,11 @@ def test_lengths_on_the_device(num_splits):
             assert not out[i].any() and (lse[i] == -torch.inf).all()
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.sampled
 def test_maxima_that_grow():
-    """Every step raises the maximum of some rows by more than the threshold, others never."""
+    """Every step raises the maximum of some rows by more than the threshold, others never: a row's
+    bits do not depend on the others."""
     q, k, v = tensors(2, 700, (8, 1), batch=1)
     growth = torch.linspace(8, 0.05, 700)[:, None] * torch.ones(256)
     k[0, :, 0] = (growth * q[0, 0, 3].float() / 16).bfloat16()
@@ -128,21 +160,14 @@ def test_maxima_that_grow():
         config = DecodeConfig(16, rescale_threshold=threshold)
         found = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=config)
         accurate(found, (q, k, v))
-
-
-@pytest.mark.sampled
-def test_a_row_does_not_depend_on_the_others():
-    """Each row's maximum moves by itself, though all are checked together."""
-    q, k, v = tensors(1, 600, (16, 1), batch=1)
-    k[0, :, 0] *= torch.linspace(3, 0.2, 600)[:, None]
-    alone = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=DECODE[0])
     other = q.clone()
-    other[:, :, 8:] *= torch.linspace(5, 0, 8)[:, None]
-    beside = flash_attn_func(other, k, v, return_lse=True, num_splits=1, config=DECODE[0])
-    assert torch.equal(alone[0][:, :, :8], beside[0][:, :, :8])
-    assert torch.equal(alone[1][:, :8], beside[1][:, :8])
+    other[:, :, 3] = 0
+    beside, _ = flash_attn_func(other, k, v, return_lse=True, num_splits=1, config=config)
+    rows = [row for row in range(8) if row != 3]
+    assert torch.equal(found[0][:, :, rows], beside[:, :, rows])
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.sampled
 def test_polynomial_exponentials(rows):
@@ -158,25 +183,24 @@ def test_polynomial_exponentials(rows):
     assert opcodes["ex2.approx.ftz.f32"]["lanes"] == rows * 256 // 2
 
 
+@FEWEST
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.sampled
-def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:3")
-    given = tensors(5, 400, (8, 2))
+def test_both_schedulers_give_the_same_bits(num_splits, kernel, monkeypatch):
+    device = "h200:3" if kernel is hopper.DECODE else "b200:3"
+    monkeypatch.setenv("SM100_SIM_DEVICE", device)
+    given = tensors(2, 400, (8, 2))
     results = [
-        flash_attn_func(
-            *given, causal=True, use_clc=use_clc, num_splits=num_splits, config=DECODE[0]
-        )
+        flash_attn_func(*given, causal=True, use_clc=use_clc, num_splits=num_splits, config=kernel)
         for use_clc in (False, True)
     ]
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@of(*KERNELS)
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("config", DECODE, ids=lambda config: str(config.rows))
 @pytest.mark.sampled
-def test_no_findings(use_clc, seed, config, sanitize):
+def test_no_findings(use_clc, seed, kernel, sanitize):
     sanitize(seed, clusters=2)
     lengths = torch.tensor([500, 0, 300], dtype=torch.int32)
     given = tensors(2, 500, (8, 1), batch=3)
@@ -184,41 +208,30 @@ def test_no_findings(use_clc, seed, config, sanitize):
     for num_splits in (1, 3):
         flash_attn_varlen_func(
             *given, seqused_k=lengths, causal=True, num_splits=num_splits, use_clc=use_clc,
-            config=config,
+            config=kernel,
         )  # fmt: skip
-    for report in sm100_sim.last_reports()[-2:]:
+    for report in sm100_sim.last_reports()[-3:]:
         assert report.findings == []
 
 
+@pytest.mark.parametrize(
+    ("architecture", "configs"),
+    [("sm_100a", (*DECODE, ForwardConfig())),
+     ("sm_90a", (hopper.DECODE, hopper.ForwardConfig(ctas=1), hopper.ForwardConfig(ctas=2)))],
+    ids=["sm_100a", "sm_90a"],
+)  # fmt: skip
 @pytest.mark.sampled
-def test_a_configuration_that_is_given_decides():
+def test_a_configuration_that_is_given_decides(architecture, configs, monkeypatch):
+    monkeypatch.setenv("FA4_HD256_ARCH", architecture)
     given = tensors(2, 130, (4, 1))
-    for config in (*DECODE, ForwardConfig()):
-        problem = Problem.describe(given, Options(1.0), config=config)
-        assert problem.tiles == config.tiles
-    results = [flash_attn_func(*given, config=c) for c in (*DECODE, ForwardConfig())]
+    for config in configs:
+        assert Problem.describe(given, Options(1.0), config=config).tiles == config.tiles
+    results = [flash_attn_func(*given, config=config, num_splits=2) for config in configs]
     for one, other in itertools.pairwise(results):
         assert (one.float() - other.float()).abs().max() < 0.02
 
 
-@pytest.mark.sampled
-def test_planted_bugs_are_noticed(planted, sanitize):
-    """The checks above can fail: P that the tensor core may not see yet, and an O that keeps the
-    scale of lower maxima."""
-    sanitize(None)
-    q, k, v = tensors(2, 300, (8, 1), batch=1)
-    k[0, :, 0] *= torch.linspace(5, 0.1, 300)[:, None]
-    call = {"num_splits": 1, "config": DECODE[0]}
-    with planted.context() as bug:
-        bug.setattr(cute.arch, "fence_view_async_shared", lambda: None)
-        flash_attn_func(q, k, v, **call)
-    findings = sm100_sim.last_reports()[-1].findings
-    assert {finding.kind for finding in findings} == {"missing-proxy-fence"}
-    planted.setattr(DecodeKernel, "_rescale", lambda self, *others: None)
-    found = flash_attn_func(q, k, v, causal=True, return_lse=True, **call)
-    assert sm100_sim.last_reports()[-1].findings == []
-    with pytest.raises(AssertionError, match="max_error"):
-        accurate(found, (q, k, v), causal=True)
+# ---------------------------------------------------------------- plans
 
 
 def p_before_o(steps):
@@ -269,18 +282,47 @@ def test_configurations_that_are_refused(fields, message):
         DecodeConfig(**fields)
 
 
-# Boxes of a part of a page, of a page, of several; pages that divide no tile. Splits by number, or
-# by length.
+# ---------------------------------------------------------------- rules of Hopper's tiles
+
+
+# (queries, heads): the heads that share a tile, its queries and its configuration. Groups share one
+# while their padded rows fit; else each head has tiles of its own.
 @pytest.mark.parametrize(
-    ("page_size", "options"),
-    [(16, {"num_splits": 2}), (48, {"causal": True}), (256, {"window_size": (90, 0)}),
-     (64, {"batch_invariant": True})],
+    ("queries", "heads", "packed", "of_tile", "config"),
+    [(5, (16, 1), 16, 8, hopper.ForwardConfig()), (65, (1, 1), 1, 128, hopper.ForwardConfig()),
+     (64, (1, 1), 1, 64, hopper.DECODE), (8, (12, 2), 6, 8, hopper.DECODE),
+     (9, (12, 2), 1, 64, hopper.DECODE), (1, (40, 8), 5, 8, hopper.DECODE),
+     (65, (12, 2), 1, 128, hopper.ForwardConfig())],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled
-def test_keys_in_pages(page_size, options):
-    paged = Paged.of((700, 0, 130, 1), page_size, 2)
-    q = torch.randn(4, 2, 16, 256).bfloat16()
-    check_pages(q, paged, config=DECODE[0], use_clc=page_size == 16, **options)
-    multiplied = [r for r in sm100_sim.last_reports()[-2:] if r.warps("tcgen05.mma")]
-    assert multiplied[-1].cluster == (1, 1, 1)
+def test_tiles_of_calls(on_hopper, queries, heads, packed, of_tile, config):
+    found = Problem.describe(tensors(queries, 70, heads), Options(1.0))
+    assert (found.packed_heads, found.tile_queries) == (packed, of_tile)
+    assert found.tiles == config.tiles
+
+
+# (batch, queries, keys, heads, causal): KV splits by the rule, and why.
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "heads", "causal", "parts"),
+    [
+        # HBM bounds all of them together: uneven waves of tiles cost nothing.
+        (128, 4, 131072, (32, 2), True, 1), (64, 1, 8192, (32, 2), True, 1),
+        # All SMs, though half of them take in what HBM gives; between, pairs of SMs differ.
+        (32, 1, 131072, (32, 2), True, 2), (8, 1, 8192, (16, 2), True, 8),
+        (8, 4, 8192, (16, 2), True, 8), (1, 1, 131072, (32, 2), True, 64),
+        (1, 4, 131072, (32, 2), True, 64), (64, 1, 16384, (32, 2), True, 1),
+        # Short parts: the more rows, the more their results take.
+        (1, 1, 8192, (32, 2), True, 64), (1, 4, 8192, (32, 2), True, 32),
+        # Tiles of 128 rows: steps of 64 keys under a mask, of 80 without, of 64 where fewer keys
+        # would be wasted.
+        (1, 100, 2048, (8, 8), True, 11), (1, 100, 2048, (8, 8), False, 13),
+        (1, 64, 1024, (8, 1), True, 8), (1, 16, 2048, (16, 2), True, 16),
+        (1, 100, 512, (8, 8), False, 1),
+    ],
+)  # fmt: skip
+def test_the_rule_of_splits(on_hopper, batch, queries, keys, heads, causal, parts):
+    one, where = torch.zeros(1, dtype=torch.bfloat16), gpu_of(torch.device("cpu"))
+    q, k = (one.expand(batch, *size, 256) for size in ((queries, heads[0]), (keys, heads[1])))
+    problem = Problem.describe((q, k, k), Options.check(None, causal, (None, None), 0.0))
+    assert forward_spec(problem, where).config.tiles == problem.tiles
+    assert splits_for(problem, where) == parts

@@ -21,8 +21,6 @@ from step_traces import assert_as_declared, attend, steps_of, traced_launches
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.blackwell.decode.rows import GroupRows
-from fa4_hd256.kernels.forward.decode_rows import TileRows
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -179,26 +177,6 @@ def test_no_findings(config, seed, sanitize):
     used = int32([400, 0, 200])
     flash_attn_varlen_func(q, k, v, seqused_k=used, num_splits=1, use_clc=True, config=config)
     assert sm100_sim.last_reports()[-1].findings == []
-
-
-@pytest.mark.parametrize("method", ["queries", "first_head", "place"])
-@pytest.mark.sampled
-def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
-    """Wrong rows in masks, heads and LSE are noticed."""
-    queries, heads = (1, 40) if method == "first_head" else (8, 8)
-    place = TileRows.place
-    owner, wrong = {
-        "queries": (GroupRows, lambda self, context, work: (
-            self.tile.first_query(work), self.count // self.of_query,
-        )),
-        "first_head": (GroupRows, lambda self, context: 0),
-        "place": (TileRows, lambda self, context, work, row: place(self, context, work, row % 32)),
-    }[method]  # fmt: skip
-    planted.setattr(owner, method, wrong)
-    given = tensors(queries, 140, (heads, 1), batch=1)
-    found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
-    with pytest.raises(AssertionError):
-        accurate(found, given, causal=True)
 
 
 #: Facts of a call that are compiled in, and bytes of a thread's stack at most.

@@ -1,15 +1,11 @@
 """Conversion of Q to e4m3 by Blackwell's decode kernel, in its machine code."""
 
-import cutlass.cute as cute
 import pytest
 import torch
 from machine_code import roles_have_their_registers
 
 from fa4_hd256.kernels.blackwell.decode.config import DECODE_E4M3
-from fa4_hd256.kernels.forward.e4m3 import ScaledRows
-from fa4_hd256.kernels.operands import ATOM_ROWS
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.rows.sequences import load_lane_columns
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.host.cubin import launch_registers
@@ -49,17 +45,3 @@ def test_rows_come_by_tma(config):
     """Rows that warps load take a latency of memory each iteration, 1.6 us beside the loads of K
     and V (docs/kernels.md)."""
     assert rows_behind_a_load(compiled(config)[1]) == 0
-
-
-def load_row(rows, context, row, stage):
-    """A lane's elements of a row in global memory, which one does not matter."""
-    place, atom = row
-    return load_lane_columns(
-        context.tensors.out[atom * ATOM_ROWS + place, None, 0, 0], cute.arch.lane_idx()
-    )
-
-
-@pytest.mark.sampled
-def test_rows_that_warps_load_are_noticed(planted):
-    planted.setattr(ScaledRows, "_load_row", load_row)
-    assert rows_behind_a_load(compiled(DECODE_E4M3[-1])[1]) > 0

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -84,24 +83,6 @@ def steps(seqlen_q, seqlen_k, causal, packed=1):
     return counts
 
 
-def mma_chains(report):
-    """QK and PV chains in the order of issue: ("QK" | "PV", TMEM address of D)."""
-    chains = []
-    for entry in report.trace:
-        if entry.opcode.startswith("tcgen05.mma"):
-            d, a = entry.operands[:2]
-            # Q comes from shared memory by a 64-bit descriptor, P from tensor memory.
-            kind = "QK" if a > 0xFFFFFFFF else "PV"
-            if (
-                not chains
-                or chains[-1][:2] != (kind, d)
-                or len(chains[-1][2]) == (QK_INSTRUCTIONS if kind == "QK" else PV_INSTRUCTIONS)
-            ):
-                chains.append((kind, d, []))
-            chains[-1][2].append(entry.number)
-    return chains
-
-
 # Whole tiles, a rest, lengths that differ both ways; causal: a tile without any visible key.
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(512, 512), (300, 700), (700, 300), (515, 131)])
@@ -132,14 +113,6 @@ def test_tma_bytes_are_the_closed_form():
     assert report.tma["store_bytes"] == 2 * q_bytes
 
 
-def test_qk_of_the_next_step_goes_before_pv_across_tiles():
-    """One cluster, three tiles: QK(i+1) before PV(i), and the next tile's QK before PV(last)."""
-    report = run(768, 384, clusters=1, trace=True)
-    order = [kind for kind, _, _ in mma_chains(report)]
-    number = sum(steps(768, 384, False))
-    assert order == ["QK"] + ["QK", "PV"] * (number - 1) + ["PV"]
-
-
 # Hardware only; the field's mix; nearly every element; all of them.
 @pytest.mark.parametrize(
     ("pattern", "share"),
@@ -158,50 +131,6 @@ def test_emulated_share_is_the_patterns_own(pattern, share):
     elements = 256 * 128 * sum(steps(300, 400, True))
     hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
     assert float(pattern.true_share(128)) == share == 1 - hardware / elements
-
-
-def test_s_is_double_buffered_and_p_lies_over_it():
-    report = run(512, 512, clusters=1, trace=True)
-    chains = mma_chains(report)
-    buffers = [d for kind, d, _ in chains if kind == "QK"]
-    plan = CONFIG.tmem
-    assert buffers == [plan[f"s{i % 2}"].start for i in range(len(buffers))]
-    assert {d for kind, d, _ in chains if kind == "PV"} == {plan["o"].start}
-
-
-def test_the_next_tile_is_loaded_and_multiplied_before_this_ones_o_leaves():
-    """Q and K of the next tile are requested, and its first QK issued, before O is stored."""
-    report = run(512, 512, clusters=1, trace=True)
-    leader = [entry for entry in report.trace if entry.ctaid[0] == 0]
-    stores = [
-        entry.number
-        for entry in leader
-        if entry.opcode.startswith("cp.async.bulk.tensor") and ".global.shared" in entry.opcode
-    ]
-    loads = [
-        entry.number
-        for entry in leader
-        if entry.opcode.startswith("cp.async.bulk.tensor")
-        and ".shared::cluster.global" in (entry.opcode)
-    ]
-    boxes_q, boxes_k, boxes_v, steps_a_tile = 4, 4, 2, 4
-    before_second_q = boxes_q + steps_a_tile * (boxes_k + boxes_v) - boxes_v
-    second_k_end = loads[before_second_q + boxes_q + boxes_k - 1]
-    first_qk_of_second = [c for c in mma_chains(report) if c[0] == "QK"][steps_a_tile][2][-1]
-    assert second_k_end < stores[0] and first_qk_of_second < stores[0]
-
-
-def test_loads_run_two_stages_ahead_of_the_mma():
-    """The whole ring of K and V stages has been requested before the first MMA."""
-    report = run(256, 1024, clusters=1, trace=True, schedule="lazy")
-    first_mma = next(e.number for e in report.trace if e.opcode.startswith("tcgen05.mma"))
-    requested = Counter(
-        entry.ctaid[0]
-        for entry in report.trace
-        if entry.number < first_mma and entry.opcode.startswith("cp.async.bulk.tensor")
-    )
-    # Q in 4 boxes, then K(last) in 4, K in 4, V in 2: the tile in use and two ahead.
-    assert requested[0] == 4 + 4 + 4 + 2 and requested[1] == requested[0]
 
 
 def test_interior_tiles_run_no_mask_code():

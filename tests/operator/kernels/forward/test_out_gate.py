@@ -106,7 +106,7 @@ def test_packed_sequences(device):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.sampled("torch.float8_e4m3fn")
+@pytest.mark.sampled
 def test_a_cache_with_new_rows(kv_dtype, device):
     """The gate is that of the queries alone, also of the kernels for few rows."""
     (q, k, v), gate = tensors(CASES["few queries"], device)

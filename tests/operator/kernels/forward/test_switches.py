@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import opcode_counts
-from test_kernel_structure import launch, mma_chains, run
+from test_kernel_structure import launch
 
 from fa4_hd256 import ForwardConfig
 from fa4_hd256.check import reference
@@ -30,33 +30,6 @@ def test_results_and_races(config):
     assert report.findings == []
     found = reference.compare(out, lse, (q, k, v), causal=True)
     assert found.max_error <= found.tolerance and found.lse_max_error <= 1e-3, found
-
-
-@pytest.mark.sampled
-def test_one_s_buffer_puts_pv_before_the_next_qk():
-    """Causal tiles of one and of three steps, on one cluster."""
-    chains = mma_chains(run(512, 384, True, clusters=1, config=FOLDED_ONE_S, trace=True))
-    assert [kind for kind, _, _ in chains] == ["QK", "PV"] * 4
-    assert {d for kind, d, _ in chains if kind == "QK"} == {FOLDED_ONE_S.tmem["s0"].start}
-
-
-@pytest.mark.sampled
-def test_order_of_tiles():
-    """Causal, three blocks of three heads: by rows of blocks the longest first, or head by head.
-
-    Three heads do not divide a CTA's rows, so each has blocks of its own.
-    """
-
-    def steps(config):
-        """Steps of each tile in order: O is overwritten, not added to, in a tile's first PV."""
-        report = run(768, 768, True, heads=3, clusters=1, config=config, trace=True)
-        numbers = {numbers[0] for kind, _, numbers in mma_chains(report) if kind == "PV"}
-        firsts = [e for e in report.trace if e.number in numbers]
-        begins = [i for i, entry in enumerate(firsts) if not entry.operands[4]] + [len(firsts)]
-        return [end - begin for begin, end in zip(begins, begins[1:])]
-
-    assert steps(ForwardConfig()) == [6, 6, 6, 4, 4, 4, 2, 2, 2]
-    assert steps(PLAIN_UNORDERED) == [2, 4, 6] * 3
 
 
 @pytest.mark.sampled

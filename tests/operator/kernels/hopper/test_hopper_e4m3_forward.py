@@ -17,7 +17,6 @@ from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.hopper.architecture import E4M3 as IN_KERNEL
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS as BEFORE
-from fa4_hd256.kernels.hopper.forward.e4m3 import values
 from fa4_hd256.kernels.hopper.forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import OF_SEQUENCES, ProblemClass
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.simulator
 
 CONFIGS = {"in kernel": IN_KERNEL, "before": BEFORE}
 FULL = ProblemClass(torch.bfloat16, q_dtype=E4M3, kv_dtype=E4M3)
-CAUSAL = replace(FULL, bounded_right=True, descale=OF_SEQUENCES, use_clc=True)
+CAUSAL = replace(FULL, bounded_right=True, packed_heads=2, descale=OF_SEQUENCES, use_clc=True)
 
 
 @pytest.fixture
@@ -81,27 +80,6 @@ def test_who_transposes_does_not_change_a_bit(hopper):
     tensors = triple((330, 300), (2, 1), 2, "cpu")
     results = [flash_attn_func(*tensors, config=config) for config in CONFIGS.values()]
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("bug", ["odd columns", "order of keys", "columns of O"])
-@pytest.mark.sampled
-def test_planted_bugs_are_noticed(bug, hopper, monkeypatch, tmp_path):
-    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
-    if bug == "odd columns":
-        pick = values._pick
-        monkeypatch.setattr(values, "_pick", lambda a, b, which: pick(a, b, "even"))
-    elif bug == "order of keys":
-        codes = values.codes_of
-        monkeypatch.setattr(values, "codes_of", lambda v: codes([v[0], v[2], v[1], v[3]]))
-    else:
-        monkeypatch.setattr(values, "ordered", lambda row: row)
-        from fa4_hd256.kernels.hopper.forward.e4m3 import kernel
-
-        monkeypatch.setattr(kernel, "ordered", lambda row: row)
-    tensors = triple((100, 200), (1, 1), 1, "cpu")
-    with pytest.raises(AssertionError):
-        found = flash_attn_func(*tensors, return_lse=True, softmax_scale=0.3)
-        accurate_e4m3(found, tensors, softmax_scale=0.3)
 
 
 @pytest.mark.parametrize(
