@@ -117,24 +117,6 @@ def test_the_longest_key_sequence_need_not_be_given(device):
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
 
 
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_grids_follow_the_longest_sequence():
-    """64 sequences of 34 tokens: one block of queries and one of keys each, not the total's."""
-
-    lengths = ((34,) * 64,) * 2
-    tensors = packed(lengths, (1, 1), torch.bfloat16, "cpu")
-    dout = torch.randn_like(tensors[0])
-    found = gradients(tensors, dout, causal=True, **lengths_of(lengths, "cpu"))
-    check_each(found, tensors, dout, lengths, causal=True)
-    preprocess, dv, products = last_reports(3)
-    assert preprocess.grid == (64 * 256 // 128, 1, 1)
-    assert dv.grid == (2 * 64, 1, 1)
-    # Tiles of dK and of dQ are equally many, on the 74 CTA pairs.
-    assert products.grid == (2 * 74, 1, 1)
-
-
 @pytest.mark.sampled
 def test_rows_past_the_used_ones_may_hold_anything(device):
     """Padded sequences: NaN past seqused must not reach a gradient; there it is 0."""

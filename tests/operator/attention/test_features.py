@@ -82,13 +82,6 @@ def test_a_sink_of_infinity(use_clc, device):
     accurate(out[:, :, 1:], lse[:, 1:], other, causal=True, learnable_sink=sink[1:])
 
 
-@pytest.mark.sampled
-def test_a_bf16_sink_with_window_and_softcap(use_clc, device):
-    sink = torch.randn(4, device=device).bfloat16()
-    options = {"learnable_sink": sink, "window_size": (100, 20), "softcap": 30.0}
-    check(inputs(300, 300, 4, 2, dtype=torch.float16, device=device), use_clc, **options)
-
-
 def check_packed(lengths_q, lengths_k, use_clc, device, heads=(2, 1), **options):
     """Packed sequences against the reference of each; returns (out, lse)."""
     q = torch.randn(sum(lengths_q), heads[0], 256).to(device, torch.bfloat16)
@@ -131,20 +124,6 @@ def test_packed_with_every_option(use_clc, device):
     )  # fmt: skip
 
 
-@pytest.mark.sampled
-def test_many_short_sequences_follow_max_seqlen(use_clc, device, architecture):
-    """64 sequences of 70 tokens: the grid counts one query block each, not the total's."""
-    check_packed((70,) * 64, (70,) * 64, use_clc, device, heads=(1, 1), causal=True)
-    if device == "cpu" and architecture == "sm_100a":
-        import sm100_sim
-
-        report = sm100_sim.last_reports()[-1]
-        if use_clc:
-            assert report.grid == (2 * 64, 1, 1)
-        steps = report.warps("tcgen05.mma") // (16 + 8)
-        assert steps == 64
-
-
 @pytest.mark.sampled("static")
 def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
     """Padded sequences: NaN past seqused must not reach a result, nor be overwritten as one."""
@@ -165,23 +144,6 @@ def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
         part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
         accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, causal=True)
         assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
-
-
-@pytest.mark.sampled
-def test_padded_with_a_left_window_and_softcap(use_clc, device):
-    """Each sequence has its own diagonal, from which the window counts; the right is unbounded."""
-    q, k, v = inputs(200, 300, batch=3, device=device)
-    used_q, used_k = (200, 77, 0), (150, 300, 9)
-    options = {"window_size": (40, None), "softcap": 20.0}
-    out, lse = flash_attn_varlen_func(
-        q, k, v,
-        seqused_q=torch.tensor(used_q, dtype=torch.int32, device=device),
-        seqused_k=torch.tensor(used_k, dtype=torch.int32, device=device),
-        return_lse=True, use_clc=use_clc, **options,
-    )  # fmt: skip
-    for b, (n, m) in enumerate(zip(used_q, used_k)):
-        part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
-        accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, **options)
 
 
 def test_neighbours_in_a_pack_do_not_leak(device):
@@ -270,22 +232,6 @@ def is_dynamic() -> bool:
     # The last kernel of packed calls has no scheduler.
     report = [r for r in sm100_sim.last_reports() if "TailKernel" not in r.kernel][-1]
     return report.clc["try_cancel"] > 0 or "atom.relaxed.gpu.global.inc.u32" in report.opcodes
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.sampled
-def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
-    """FA_CLC and use_clc select the same kernel; all give the same result."""
-    tensors = inputs(700, 500, 4, 2, batch=2, device=device)
-    expected = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=False)
-    for setting, argument, is_clc in (
-        ("1", None, True), ("0", True, True), ("0", None, False), ("1", False, False),
-    ):  # fmt: skip
-        monkeypatch.setenv("FA_CLC", setting)
-        got = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=argument)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        if device == "cpu":
-            assert is_dynamic() == is_clc
 
 
 @pytest.mark.simulator

@@ -110,16 +110,6 @@ def test_a_row_maximum_that_grows_in_every_step(device):
     check((q, k, v), softmax_scale=0.0625)
 
 
-@pytest.mark.sampled
-def test_one_dominant_key(device):
-    """The result is one row of V, exactly; every other probability underflows."""
-    q, k, v = inputs(30, 260, device=device)
-    k[:, 131] = 8 * q[:, :1, :1].sign().squeeze(1)
-    q = q.abs() * q[:, :1, :1].sign()
-    out, _ = check((q, k, v), softmax_scale=1.0)
-    assert torch.equal(out[:, :, 0], v[:, 131].expand(1, 30, 256))
-
-
 @pytest.mark.parametrize("magnitude", [1e-3, 30.0])
 def test_magnitudes(magnitude, device):
     q, k, v = inputs(100, 200, device=device)
@@ -221,10 +211,3 @@ def test_a_second_run_is_bitwise_equal(device):
 def test_an_empty_batch(device):
     out, lse = flash_attn_func(*inputs(5, 7, batch=0, device=device), return_lse=True)
     assert out.shape == (0, 5, 2, 256) and lse.shape == (0, 2, 5)
-
-
-@pytest.mark.sampled
-def test_out_alone(device):
-    tensors = inputs(30, 40, device=device)
-    out = flash_attn_func(*tensors)
-    assert torch.equal(out, flash_attn_func(*tensors, return_lse=True)[0])

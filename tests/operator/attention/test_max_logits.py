@@ -11,9 +11,7 @@ import math
 
 import pytest
 import torch
-from operator_calls import forward_arguments
 from paged_cases import offsets
-from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.check import reference
@@ -132,50 +130,6 @@ def test_gradients_are_those_without(device):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_lse=True, return_max_logits=True)
     assert lse.requires_grad and out.requires_grad
-
-
-@pytest.mark.simulator
-def test_repeated_calls(monkeypatch):
-    """Calls with other tensors, with and without gradients, have what is packed but for
-    addresses."""
-    launched = simulated(monkeypatch)
-    try:
-        for seed in range(3):
-            torch.manual_seed(seed)
-            q, k, v = (torch.randn(1, 130, h, 256, dtype=torch.bfloat16) for h in (2, 1, 1))
-            _, found = flash_attn_func(q, k, v, causal=True, return_max_logits=True)
-            check(found, q, k, causal=True)
-        count = len(launched)
-        assert count
-        for _ in range(2):
-            q.requires_grad_()
-            out, found = flash_attn_func(q, k, v, causal=True, return_max_logits=True)
-            check(found, q, k, causal=True)
-            assert out.requires_grad
-        assert len(launched) > count
-    finally:
-        forget()
-
-
-def test_opcheck(device):
-    q, k, v = (t.requires_grad_() for t in dense((130, 130), (2, 1), 1, device=device))
-    operator = torch.ops.fa4_hd256.forward_max_logits.default
-    torch.library.opcheck(operator, forward_arguments(q, k, v, window_right=0))
-
-
-def test_compiled_graph(device):
-    q, k, v = (t.requires_grad_() for t in dense((130, 130), (2, 1), 1, device=device))
-
-    def layer(q, k, v):
-        return flash_attn_func(q, k, v, causal=True, return_max_logits=True)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    (out, found), (of_eager, expected) = compiled(q, k, v), layer(q, k, v)
-    assert torch.equal(found, expected) and not found.requires_grad
-    for result in (out, of_eager):
-        result.sum().backward()
-    assert torch.equal(out, of_eager)
 
 
 def test_what_is_refused():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from backward_cases import packed
 from paged_cases import offsets
-from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_varlen_func, get_scheduler_metadata
 from fa4_hd256.call import backward_problem, checks
@@ -113,20 +112,6 @@ def test_all_rows_behind_the_last_offset(device, lengths):
     assert not any(g.any() for g in gradients(tensors, dout, **call))
     out, lse = flash_attn_varlen_func(*tensors, **call, return_lse=True)
     assert not out.any() and (lse == -math.inf).all()
-
-
-@pytest.mark.simulator
-def test_a_repeated_call(monkeypatch):
-    """A repeated call launches the kernel again, on its own memory."""
-    launched = simulated(monkeypatch)
-    for _ in range(2):
-        tensors = packed(LENGTHS, (2, 1), torch.bfloat16, "cpu")
-        call = call_of("cpu") | {"return_lse": True}
-        before = len(launched)
-        found, lse = flash_attn_varlen_func(*with_tails(tensors), **call)
-        assert not found[73:].any() and (lse[:, 73:] == -math.inf).all()
-    assert len(launched) > before
-    forget()
 
 
 def test_it_keeps_its_values_in_registers():

@@ -36,27 +36,6 @@ def test_decoding(page_size, device):
     assert (found[0][3:8] == 0).all() and (found[1][:, 3:8] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 150])
-@pytest.mark.sampled
-def test_the_bits_of_boxes(seqlen_q, device):
-    """Pages that TMA loads hold the same keys."""
-    paged = Paged.of((300, 0, 77), 5, device=device)
-    q, options = queries(3, seqlen_q, 2, device=device), {"causal": True, "num_splits": 2}
-    found = attend(q, paged, **options)
-    assert all(map(torch.equal, found, attend(q, boxed(paged), **options)))
-
-
-def boxed(paged, page_size=16):
-    """Return the cache in pages that TMA loads by boxes."""
-    found = Paged.of(paged.lengths, page_size, paged.k.shape[2], device=paged.k.device)
-    for row in range(len(paged.lengths)):
-        for pool, rows in zip((found.k, found.v), paged.keys(row), strict=True):
-            for first in range(0, paged.lengths[row], page_size):
-                part = rows[0, first : first + page_size]
-                pool[found.table[row, first // page_size], : len(part)] = part
-    return found
-
-
 # Several tiles of queries, of several KV heads, under both schedulers; each layout once.
 @pytest.mark.parametrize(
     ("page_size", "layout"),

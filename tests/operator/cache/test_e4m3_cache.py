@@ -7,13 +7,10 @@ import cache_reference
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
-from operator_calls import forward_arguments
 from paged_cases import int32
-from replays import forget, simulated
 
 from fa4_hd256 import (
     AttentionModel,
-    flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
@@ -107,40 +104,6 @@ def test_rows_in_e4m3_are_written_as_they_are_and_others_are_refused():
         flash_attn_with_kvcache(q, *caches, *(t.float() for t in new), cache_seqlens=7)
     with pytest.raises(TypeError, match="k is torch.bfloat16, v torch.float8_e4m3fn; accepted"):
         flash_attn_with_kvcache(q, *caches, new[0].bfloat16(), new[1], cache_seqlens=7)
-
-
-@pytest.mark.sampled
-def test_repeated_calls(monkeypatch):
-    """Calls with another tensor and another scale have what is packed but for addresses."""
-    launched = simulated(monkeypatch)
-    q = torch.randn(2, 1, 8, 256).bfloat16()
-    keys = [codes(2, 90, 1, 256) for _ in "kv"]
-    try:
-        for _ in range(2):
-            given, keys = scales(2, 1), [t.roll(1, dims=1) for t in keys]
-            found = flash_attn_func(
-                q, *keys, k_descale=given[0], v_descale=given[1], return_lse=True
-            )
-            accurate(found, q, exact(keys, given))
-        assert launched
-    finally:
-        forget()
-
-
-@pytest.mark.sampled
-def test_torch_compile_and_the_operators_schema():
-    q, keys, given = torch.randn(1, 1, 4, 256).bfloat16(), [codes(1, 40, 1, 256)] * 2, scales(1, 1)
-
-    def call(q, k, v, k_descale, v_descale):
-        return flash_attn_func(q, k, v, k_descale=k_descale, v_descale=v_descale)
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(q, *keys, *given), call(q, *keys, *given))
-    arguments = forward_arguments(q, *keys, k_descale=given[0], v_descale=given[1])
-    # Not test_schema, whose comparison PyTorch has not for float8 on the CPU.
-    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
 @pytest.mark.sampled

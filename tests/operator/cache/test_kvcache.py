@@ -593,16 +593,6 @@ def step_tensors(device):
     return q, *caches, *new, int32([3, 17], device), int32(table, device)
 
 
-def test_under_torch_compile(device):
-    """One graph, which writes to the caches too."""
-    given = step_tensors(device)
-    again = tuple(tensor.clone() for tensor in given)
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*again), step(*given))
-    assert all(torch.equal(one, other) for one, other in zip(again, given))
-
-
 def rotated_step(q, k_cache, v_cache, k, v, lengths, *others):
     """Rotary embedding, the lse, and a tensor for the result."""
     table, cos, sin, out = others
@@ -632,25 +622,6 @@ def test_a_graph_has_one_operator(device, call):
     arguments = ours[0]._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     assert written == ["out", "k_cache", "v_cache"]
-
-
-@pytest.mark.parametrize("form", ["pages", "packed", "rotary"])
-@pytest.mark.sampled("rotary")
-def test_opcheck(device, form):
-    """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
-    q, k_cache, v_cache, k, v, lengths, table = step_tensors(device)
-    others = {"page_table": table}
-    if form == "packed":
-        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        begins = int32([0, 1, 2], device)
-        others |= {"cu_seqlens_q": begins, "max_seqlen_q": 1, "cu_seqlens_k_new": begins}
-    if form == "rotary":
-        cos, sin = tables(device, positions=32)
-        others |= {"rotary_cos": cos, "rotary_sin": sin}
-    arguments = kvcache_arguments(
-        torch.empty_like(q), k_cache, v_cache, q, k, v, lengths=lengths, window_right=0, **others
-    )
-    torch.library.opcheck(torch.ops.fa4_hd256.forward_kvcache.default, arguments)
 
 
 @pytest.mark.simulator

@@ -12,9 +12,7 @@ import cache_reference
 import e4m3_cases
 import pytest
 import torch
-from operator_calls import forward_arguments
 from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets, queries
-from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
 from fa4_hd256.score_mods import alibi
@@ -74,18 +72,6 @@ def check(q, page_size, lengths_q=None, heads=1, **options):
 def test_decoding(device):
     """Parts of keys; some rows of a tile see no key of a sequence that is shorter than the tile."""
     check(queries(8, 3, 4, device=device), 32, causal=True, num_splits=3)
-
-
-@pytest.mark.simulator
-def test_repeated_calls(monkeypatch):
-    """Arguments of other tensors are packed but for addresses."""
-    launched = simulated(monkeypatch)
-    try:
-        for _ in range(2):
-            check(queries(8, 3, 4), 32, causal=True, num_splits=3)
-        assert launched
-    finally:
-        forget()
 
 
 @pytest.mark.sampled
@@ -234,18 +220,3 @@ def test_all_rows_of_the_table(device):
     for row, (k, v) in enumerate(keys):
         own, *results = parts_of(q, found, row, None)
         accurate(*results, (own, k, v))
-
-
-@pytest.mark.sampled
-def test_the_operator_and_torch_compile(device):
-    q, (paged, _) = queries(8, 3, 4, device=device), padded(32, device)
-    options = {"causal": True, "num_splits": 3, "use_clc": False}
-    arguments = forward_arguments(
-        q, paged.k, paged.v, window_right=0, seqused_k=paged.used, page_table=paged.table,
-        cache_leftpad=int32(LEFTPAD, device),
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
-    compiled = torch.compile(
-        lambda q: attend(q, paged, **options), fullgraph=True, backend="aot_eager"
-    )
-    assert all(map(torch.equal, compiled(q), attend(q, paged, **options)))

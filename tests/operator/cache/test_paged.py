@@ -12,8 +12,6 @@ import torch
 from operator_calls import forward_arguments
 from paged_cases import Paged, accurate, attend, check, int32, queries
 
-from fa4_hd256 import flash_attn_varlen_func
-
 SIZES = (16, 32, 48, 64, 128, 256, 784)
 
 
@@ -26,14 +24,6 @@ def test_page_sizes(page_size, device):
     lengths = (3, 0, 5, 1, 20)
     out, lse = check(queries(29, 2, device=device), paged, lengths, causal=True, use_clc=False)
     assert (out[3:8] == 0).all() and (lse[:, 3:8] == -torch.inf).all()
-
-
-@pytest.mark.sampled
-def test_dynamic_scheduler(device):
-    paged = Paged.of((300, 40, 0, 128, 16), 16, device=device)
-    tensors = queries(29, 2, device=device), paged, (3, 0, 5, 1, 20)
-    found = check(*tensors, causal=True, use_clc=True)
-    assert same(found, attend(*tensors, causal=True, use_clc=False))
 
 
 def same(first, second):
@@ -51,37 +41,10 @@ def test_layouts(layout, page_size, device):
     check(queries(3, 2, 6, device=device), paged, num_splits=3, use_clc=True)
 
 
-# Bits are those without pages, where the kernel has the same steps: prefill of a second chunk of
-# several tiles; decoding with KV splits; a window.
-@pytest.mark.parametrize(
-    ("seqlen_q", "heads", "page_size", "options"),
-    [
-        (200, (3, 1), 16, {"causal": True}),
-        (1, (8, 2), 784, {"causal": True, "num_splits": 3}),
-        (150, (2, 1), 64, {"window_size": (60, 10)}),
-    ],
-)
-@pytest.mark.sampled
-def test_the_bits_of_keys_in_no_pages(seqlen_q, heads, page_size, options, device):
-    paged = Paged.of((470, 300), page_size, heads[1], device=device)
-    q = queries(2, seqlen_q, heads[0], device=device)
-    options = {**options, "use_clc": False}
-    dense = flash_attn_varlen_func(
-        q, *paged.padded(), seqused_k=paged.used, return_lse=True, **options
-    )
-    assert same(check(q, paged, **options), dense)
-
-
 def of_operator(q, paged):
     return forward_arguments(
         q, paged.k, paged.v, window_right=0, seqused_k=paged.used, page_table=paged.table
     )
-
-
-def test_opcheck(device):
-    paged = Paged.of((40, 0), 16, device=device)
-    operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, of_operator(queries(2, 3, 2, device=device), paged))
 
 
 def test_the_operator_by_itself_refuses_gradients(device):
@@ -92,19 +55,6 @@ def test_the_operator_by_itself_refuses_gradients(device):
         torch.ops.fa4_hd256.forward(*arguments)
     with torch.no_grad():
         torch.ops.fa4_hd256.forward(*arguments)
-
-
-@pytest.mark.sampled
-def test_compiled_graph(device):
-    """torch.compile keeps the operator whole, and gives the same bits."""
-    paged = Paged.of((300, 40), 16, device=device)
-    q = queries(2, 3, 2, device=device)
-
-    def layer(q):
-        return attend(q * 2, paged, causal=True, use_clc=False)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert same(compiled(q), layer(q))
 
 
 # A window of Gemma's kind, whose pages to the left are gone: of a chunk of two tiles, whose rows

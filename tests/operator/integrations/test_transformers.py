@@ -158,26 +158,6 @@ def test_bidirectional_model(device, settings):
     compared(models, tokens(2, 13, device), padding.bool(), attention_mask=padding)
 
 
-def test_another_family(device):
-    """Qwen3-Next: the layers between, of another kind, get transformers' own mask; left padding."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=256, initializer_range=0.2,
-        layer_types=["linear_attention", "full_attention"], linear_key_head_dim=16,
-        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2,
-        mlp_only_layers=[0, 1],
-    )  # fmt: skip
-    model = Qwen3NextForCausalLM(config).to(device, torch.bfloat16).eval()
-    exact = Qwen3NextForCausalLM(config)
-    exact.load_state_dict(model.state_dict())
-    padding = torch.ones(2, 13, dtype=torch.long, device=device)
-    padding[1, :4] = 0
-    models = model, exact.to(device, torch.float32).eval()
-    compared(models, tokens(2, 13, device), padding.bool(), attention_mask=padding)
-
-
 @pytest.mark.sampled
 def test_softcap_sink_and_no_scale(device):
     """Gemma 2 and gpt-oss pass these beside Gemma 3's arguments."""

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from operator_calls import forward_arguments
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fa4_hd256 import flash_attn_func, masks
@@ -122,24 +121,3 @@ def test_batch_invariant_and_given_results(device):
     flash_attn_func(q, k, v, out=out, **options)
     alone = flash_attn_func(q[:1], k[:1], v[:1], **options)
     assert torch.equal(out[:1], alone)
-
-
-def test_compiled_graph(device):
-    """torch.compile keeps the operator whole, and gives the same bits."""
-    q, k, v = inputs(200, 300, device=device)
-    mask = holes(200, 300, device=device)
-
-    def layer(q):
-        return flash_attn_func(q * 2, k, v, block_mask=mask, use_clc=False)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q), layer(q))
-
-
-def test_opcheck(device, architecture):
-    q, k, v = inputs(200, 300, device=device)
-    mask = holes(200, 300, device=device)
-    operator = torch.ops.fa4_hd256.forward.default
-    halves = 2 if architecture == "sm_100a" else 1
-    lists = {"mask_steps": mask.steps(halves), "mask_bits": mask.bits}
-    torch.library.opcheck(operator, forward_arguments(q, k, v, **lists))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from operator_calls import backward_arguments, forward_arguments
 from test_block_mask import inputs
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
@@ -160,24 +160,6 @@ def test_ranges_of_queries(device, backward_config):
         tensors, dense, found,
         score_mod=lambda s, b, h, q, k: s - own[h] * (q - 400 - k).abs(),
     )  # fmt: skip
-
-
-@pytest.mark.sampled
-def test_the_bits_of_bits(device):
-    """Bits made by PyTorch of the same function give the same result, bit for bit."""
-
-    def near(b, h, q, k):
-        return ((q * 7 + k * 3) % 5 > 1) & (q - k < 140)
-
-    def near_in_kernel(batch, head, query, key, tensors):
-        return ((query * 7 + key * 3) % 5 > 1) & (query - key < 140)
-
-    mask = create_block_mask(near, None, None, 300, 390, device=device)
-    tensors = leaves(300, 390, device=device)
-    expected, of_expected, _ = attend(tensors, mask, None)
-    found, of_found, _ = attend(tensors, mask, MaskMod.of(near_in_kernel))
-    pairs = zip((*found, *of_found), (*expected, *of_expected), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_nothing_is_made_before(device):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operator_calls import backward_arguments
 from test_score_mods import CASES, inputs, packed
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
@@ -130,31 +129,6 @@ def test_one_gradient_alone(device):
     (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
     expected = torch.autograd.grad(out, tensors, dout)[0]
     assert (dq - expected).norm() <= 0.01 * expected.norm()
-
-
-@pytest.mark.sampled
-def test_graphs_and_schema(device):
-    """torch.compile keeps the operators whole, and gives the same bits, also where the graph makes
-    the score_mod; the schema holds."""
-    mod = CASES["alibi"].mod(device, (1, 2))
-    (slopes,) = mod.tensors
-
-    def layer(q, k, v):
-        return flash_attn_func(q * 2, k, v, score_mod=alibi(slopes), causal=True)
-
-    found = []
-    tensors = leaves(70, 100, (2, 1), 1, device)
-    dout = torch.randn_like(tensors[0])
-    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        found.append(torch.autograd.grad(call(*tensors), tensors, dout))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    q, k, v = (tensor.detach() for tensor in tensors)
-    lse = torch.zeros(1, 2, 70, device=device)
-    arguments = backward_arguments(
-        dout=dout, q=q, k=k, v=v, out=q, lse=lse, window_right=0, score_tensor_0=mod.tensors[0],
-        score_mod=mod.key,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.fa4_hd256.backward.default, arguments)
 
 
 @pytest.mark.sampled

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from operator_calls import forward_arguments
 
 from fa4_hd256 import (
     flash_attn_func,
@@ -21,7 +20,6 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.check import reference
-from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 LSE_TOLERANCE = 1e-3
@@ -248,33 +246,3 @@ def test_places_stay_inside(device):
     """Kernels read no tensor past its end for rows of a tile that no sequence has."""
     out, dq = call_of_exact_tensors(device)
     assert out.isfinite().all() and dq.isfinite().all()
-
-
-@pytest.mark.sampled
-def test_another_tensor_takes_the_same_kernel(device):
-    """The function is compiled in, tensors are not, be they larger or with a stride."""
-    tensors = inputs(1, 100, (2, 1), 1, device)
-    first = flash_attn_func(*tensors, score_mod=alibi(SLOPES[:2].to(device)))
-    compiled = compile.counters["compiled"] + compile.counters["disk"]
-    wide = SLOPES.repeat_interleave(3).to(device)[::3]
-    assert torch.equal(flash_attn_func(*tensors, score_mod=alibi(wide[:2])), first)
-    other = flash_attn_func(*tensors, score_mod=alibi(SLOPES[:2].clone().to(device)))
-    assert torch.equal(other, first)
-    other = flash_attn_func(*tensors, score_mod=alibi(wide[:2] * 3))
-    assert not torch.equal(other, first)
-    assert compile.counters["compiled"] + compile.counters["disk"] == compiled
-
-
-@pytest.mark.sampled
-def test_graphs_and_schema(device):
-    """torch.compile keeps the operator whole, and gives the same bits; its schema holds."""
-    q, k, v = inputs(70, 100, (2, 1), 1, device)
-    mod = CASES["by key"].mod(device, (1, 2))
-
-    def layer(q):
-        return flash_attn_func(q * 2, k, v, score_mod=mod, use_clc=False)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q), layer(q))
-    arguments = forward_arguments(q, k, v, score_tensor_0=mod.tensors[0], score_mod=mod.key)
-    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from e4m3_cases import accurate as accurate_e4m3
 from e4m3_cases import codes, exact, scales
-from operator_calls import forward_arguments
 from paged_cases import Paged, accurate, int32, offsets
-from replays import forget, simulated
 
 from fa4_hd256 import (
     flash_attn_func,
@@ -356,39 +354,6 @@ def test_more_that_is_refused():
             q, k, v, before[:, :3], before[:, :3], cache_seqlens=2, tree_mask=SQUARE[:2, :2]
         )
     assert torch.equal(k, before)
-
-
-@pytest.mark.sampled
-def test_opcheck(device):
-    words = masks.tree_words(trees(2, 3, device=device))
-    arguments = forward_arguments(*dense(3, 9, (2, 1), device=device), tree_words=words)
-    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
-
-
-@pytest.mark.sampled
-def test_compiled_graph(device):
-    """Packing is of the graph; the same bits."""
-    tensors, mask = dense(3, 9, (2, 1), device=device), trees(2, 3, device=device)
-
-    def layer(q, k, v, mask):
-        return flash_attn_func(q * 2, k, v, tree_mask=mask, return_lse=True)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert same(compiled(*tensors, mask), layer(*tensors, mask))
-
-
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_repeated_calls(monkeypatch):
-    """Calls with another mask have what is packed but for addresses."""
-    launched, tensors = simulated(monkeypatch), dense(4, 100, (4, 1))
-    try:
-        for _ in range(3):
-            check(tensors, trees(2, 4), num_splits=1)
-        assert launched
-    finally:
-        forget()
 
 
 @pytest.mark.cuda

@@ -23,12 +23,6 @@ def small(device, **options):
     return tuple(tensor.requires_grad_() for tensor in tensors)
 
 
-def test_opcheck_of_the_forward(device):
-    """Schema, fake implementation, autograd registration and AOT dispatch of both operators."""
-    operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, forward_arguments(*small(device), window_right=0))
-
-
 def test_opcheck_of_the_backward(device):
     operator = torch.ops.fa4_hd256.backward.default
     q, k, v = inputs((9, 20), device=device)
@@ -51,42 +45,6 @@ def test_shapes_without_running():
     (out.sum() + lse.sum()).backward()
     for leaf in (q, k, v, sink):
         assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
-
-
-@pytest.mark.sampled
-def test_compiled_graph(device):
-    """torch.compile keeps both operators whole: no graph break, the same bits."""
-
-    def layer(q, k, v, sink):
-        out, lse = flash_attn_func(q * 2, k, v, causal=True, learnable_sink=sink, return_lse=True)
-        return out + 1, lse
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    found = []
-    tensors, sink = inputs((9, 20), device=device), torch.randn(2, device=device)
-    cotangents = torch.randn_like(tensors[0]), torch.randn(1, 2, 9, device=device)
-    for function in (compiled, layer):
-        leaves = [t.detach().requires_grad_() for t in (*tensors, sink)]
-        found.append(torch.autograd.grad(function(*leaves), leaves, cotangents))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.sampled
-def test_compiled_varlen_graph(device):
-    def layer(q, k, v, cu):
-        return flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=20, max_seqlen_k=20,
-            causal=True,
-        ) * 2  # fmt: skip
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    cu = torch.tensor([0, 13, 13, 33], dtype=torch.int32, device=device)
-    tensors = [torch.randn(33, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1)]
-    dout, found = torch.randn_like(tensors[0]), []
-    for function in (compiled, layer):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        found.append(torch.autograd.grad(function(*leaves, cu), leaves, dout))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from operator_calls import forward_arguments
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.options import BY_RULE, FIXED_SPLITS, MOST_SPLITS
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.call.options import FIXED_SPLITS, MOST_SPLITS
 
 
 def inputs(device, heads=2):
@@ -15,35 +15,10 @@ def inputs(device, heads=2):
     return tuple(torch.randn(1, s, h, 256).to(device, torch.bfloat16) for s, h in shapes)
 
 
-def test_opcheck(device):
-    """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
-    operator = torch.ops.fa4_hd256.forward.default
-    call = forward_arguments(*inputs(device), window_right=0, num_splits=BY_RULE)
-    torch.library.opcheck(operator, call)
-
-
-@pytest.mark.sampled
-def test_opcheck_of_split_keys(device, combined):
-    operator = torch.ops.fa4_hd256.forward.default
-    call = forward_arguments(*inputs(device, heads=8), num_splits=2)
-    torch.library.opcheck(operator, call)
-    assert {problem.num_splits for problem, _ in combined} == {2}
-
-
 @pytest.mark.parametrize("num_splits", [FIXED_SPLITS - 1, MOST_SPLITS + 1])
 def test_the_operator_refuses_a_number_of_splits(num_splits, device):
     with pytest.raises(ValueError, match=f"num_splits is {num_splits}; accepted"):
         torch.ops.fa4_hd256.forward(*forward_arguments(*inputs(device), num_splits=num_splits))
-
-
-def features(device):
-    """Window, softcap and sink of padded sequences in use up to some row."""
-    used = torch.tensor([7], dtype=torch.int32, device=device)
-    sink = torch.randn(2, device=device)
-    return {
-        "window_left": 3, "window_right": 5, "softcap": 20.0, "sink": sink, "seqused_q": used,
-        "seqused_k": used,
-    }  # fmt: skip
 
 
 def packed(device):
@@ -56,32 +31,6 @@ def packed(device):
         "window_right": 0, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5,
         "max_seqlen_k": 9,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", [features, packed])
-@pytest.mark.sampled
-def test_opcheck_of_features(device, variant):
-    operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, forward_arguments(*inputs(device), **variant(device)))
-
-
-@pytest.mark.parametrize("variant", [features, packed])
-@pytest.mark.sampled
-def test_compiled_features(device, variant):
-    """torch.compile keeps the operator whole with every feature, and gives the same bits."""
-    options = {**variant(device), "return_lse": True}
-    options["window_size"] = options.pop("window_left", -1), options.pop("window_right")
-    options["learnable_sink"] = options.pop("sink", None)
-    tensors = inputs(device)
-    if "cu_seqlens_q" in options:
-        tensors = tuple(t[0] for t in tensors)
-
-    def layer(q, k, v):
-        return flash_attn_varlen_func(q * 2, k, v, **options)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*tensors), layer(*tensors), strict=True):
-        assert torch.equal(got, expected)
 
 
 def test_shapes_without_running():
@@ -107,31 +56,6 @@ def test_fake_results_are_laid_out_like_real_ones(device):
         for where in (device, "meta")
     )
     assert [t.stride() for t in real] == [t.stride() for t in fake]
-
-
-def test_compiled_graph(device):
-    """torch.compile keeps the operator whole: no graph break, the same bits."""
-    tensors = inputs(device)
-
-    def layer(q, k, v):
-        out, lse = flash_attn_func(q * 2, k, v, causal=True, return_lse=True)
-        return out + 1, lse
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*tensors), layer(*tensors)):
-        assert torch.equal(got, expected)
-
-
-@pytest.mark.sampled
-def test_compiled_graph_of_split_keys(device):
-    tensors = inputs(device, heads=8)
-
-    def layer(q, k, v):
-        return flash_attn_func(q * 2, k, v, num_splits=2, return_lse=True)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*tensors), layer(*tensors), strict=True):
-        assert torch.equal(got, expected)
 
 
 def test_one_graph_serves_all_lengths(device):

@@ -12,7 +12,14 @@ import pytest
 import torch
 from replays import as_on_a_gpu, forget
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface, masks, plans
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    interface,
+    masks,
+    plans,
+)
 from fa4_hd256.call.operator_arguments import ForwardTensors
 from fa4_hd256.score_mods import ScoreMod, alibi
 
@@ -60,6 +67,24 @@ FORWARDS = {
     ),
     "score_mod": (
         flash_attn_func, dense, {"score_mod": lambda: alibi(torch.rand(2)), "causal": True}
+    ),
+    "max logits": (flash_attn_func, dense, {"causal": True, "return_max_logits": True}),
+    "tree": (
+        flash_attn_func, lambda: dense(4, 100, (4, 1)),
+        {"tree_mask": lambda: torch.rand(4, 4) < 0.6, "num_splits": 1},
+    ),
+    "e4m3": (
+        flash_attn_func,
+        lambda: [t if n == 0 else t.to(torch.float8_e4m3fn) for n, t in enumerate(dense(1, 90))],
+        {name: lambda: torch.rand(1, 1) for name in ("k_descale", "v_descale")},
+    ),
+    "left padding": (
+        flash_attn_with_kvcache,
+        lambda: tensors((2, 1, 2, 256), (6, 16, 1, 256), (6, 16, 1, 256)),
+        {
+            "cache_seqlens": lambda: int32(17, 40), "cache_leftpad": lambda: int32(0, 18),
+            "page_table": lambda: torch.randperm(6).view(2, 3).int(), "causal": True,
+        },
     ),
     "pages, split": (
         flash_attn_varlen_func,

@@ -9,12 +9,10 @@ import pytest
 import torch
 from backward_cases import inputs
 from gpus import gpu
-from operator_calls import forward_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.measure import host
 from fa4_hd256 import (
-    flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
@@ -23,7 +21,7 @@ from fa4_hd256 import (
 from fa4_hd256.call import checks, part_lists
 from fa4_hd256.call.division import longest_row, room_for_splits, splits_for
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options
+from fa4_hd256.call.options import MOST_SPLITS, Options
 from fa4_hd256.call.part_lists import scheduler_metadata_of
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.rows.part_list import (
@@ -301,18 +299,3 @@ def test_an_empty_batch(device):
     new = k[:, :1], v[:, :1]
     options = {"cache_seqlens": used, "scheduler_metadata": listed}
     assert flash_attn_with_kvcache(q, k, v, *new, **options).shape == q.shape
-
-
-@pytest.mark.sampled
-def test_the_operator_is_one_of_pytorch(device):
-    """Schema and fake kernel; the same bits through the dispatcher and past it."""
-    q, k, v = inputs((1, 600), HEADS, 2, device=device)
-    used = ints([600, 5], device)
-    listed = get_scheduler_metadata(used, 1, 600, *HEADS)
-    arguments = forward_arguments(q, k, v, seqused_k=used, part_list=listed, num_splits=BY_RULE)
-    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
-    out, _ = torch.ops.fa4_hd256.forward(*arguments)
-    assert torch.equal(
-        out, flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
-    )
-    assert not torch.equal(out, flash_attn_func(q, k, v))

@@ -136,21 +136,6 @@ def test_listed_parts(device):
         accurate(*own[:2], tuple(rows), out_gate=own[2], causal=True)
 
 
-def test_compiled_graphs(device):
-    """One operator with the gate among its arguments; the same bits as without a graph."""
-    inputs, gate = tensors(CASES["causal"], device)
-
-    def layer(q, k, v, gate):
-        return flash_attn_func(q * 1, k, v, out_gate=gate, causal=True)
-
-    found = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        leaves = [tensor.detach().requires_grad_() for tensor in (*inputs, gate)]
-        out = function(*leaves)
-        found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_what_is_refused(device):
     (q, k, v), gate = tensors(CASES["causal"], device)
     for wrong, error, message in (

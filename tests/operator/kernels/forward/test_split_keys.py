@@ -97,13 +97,6 @@ def test_each_part_is_the_attention_over_its_keys(
     assert sum(counts) == tiles and max(counts) - min(counts) <= 1
 
 
-@pytest.mark.sampled("static")
-def test_the_same_bits_again(use_clc, device):
-    tensors = inputs((40, 520), HEADS, device=device)
-    options = {"num_splits": 3, "use_clc": use_clc, "return_lse": True}
-    assert same(flash_attn_func(*tensors, **options), flash_attn_func(*tensors, **options))
-
-
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.parametrize("clusters", [1, 4])
@@ -194,16 +187,6 @@ def test_sinks(logits, num_splits, device):
     out, lse = check(tensors, num_splits, window_size=(150, 0), learnable_sink=sink)
     assert (out[:, :20] == 0).all()
     assert torch.allclose(lse[..., :20], sink[:, None].expand(3, 20), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("softcap", "scale"), [(50.0, -0.0625), (3.0, -1.0)])
-@pytest.mark.sampled
-def test_softcap_and_a_negative_scale_in_fp16(softcap, scale, device):
-    """A sink and tiles that two heads share are tested, too."""
-    tensors = inputs((130, 600), dtype=torch.float16, device=device)
-    sink = torch.randn(2, device=device)
-    options = {"softcap": softcap, "softmax_scale": scale, "learnable_sink": sink}
-    check(tensors, 3, True, causal=True, **options)
 
 
 def check_packed(lengths_q, lengths_k, num_splits, device):

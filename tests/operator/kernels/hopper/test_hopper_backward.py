@@ -109,6 +109,8 @@ def test_what_l2_gives_up_first_and_last():
     of_ds = [name for name in stores if ".b32" in name and ".v" not in name]
     assert of_ds == ["st.global.cs.b32"] == [name for name in stores if ".cs" in name]
     assert "st.global.cs" not in products
+    # Q of the next step is requested of L2 ahead.
+    assert "cp.async.bulk.prefetch.tensor" in dv
     assert (hints(dv), hints(products)) == ({0}, {EVICT_LAST})
     (of_tiles,) = re.findall(r"cp\.async\.bulk\.shared[^;]*;", products)
     assert "L2::cache_hint" not in of_tiles

@@ -20,7 +20,6 @@ from step_traces import (
     warps_of,
 )
 
-from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS
@@ -40,7 +39,6 @@ from fa4_hd256.kernels.plan.edges import EdgeTable, Signal
 from fa4_hd256.kernels.proof.drain import check_drains
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.kernels.proof.steps import Verb, When, again, done
-from sm100_sim.isa.copies import tma
 
 STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
 DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
@@ -162,68 +160,6 @@ def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, report
         assert claimed_late(claimed, table, steps, once, each)
         as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
         assert not claimed_late(as_tiles_begin, table, steps, once, each)
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    """Record (whether it is a load, address of the descriptor, coordinates) of each box that TMA
-    loads or prefetches into L2, in their order."""
-    found, read, load = [], tma._tensor_map, tma._submit_load
-
-    def of_tensor(machine, pointer, coordinates):
-        found.append((False, pointer, coordinates))
-        return read(machine, pointer, coordinates)
-
-    def of_load(issue, warp, tile, places, pointer):
-        found.append((True, *found.pop()[1:]))
-        load(issue, warp, tile, places, pointer)
-
-    monkeypatch.setattr(tma, "_tensor_map", of_tensor)
-    monkeypatch.setattr(tma, "_submit_load", of_load)
-    return found
-
-
-def assert_asked_ahead(copied, num_tiles):
-    """All boxes of a tensor but those of a tile's first step are prefetched into L2, and a
-    prefetched box is the next one of these columns that is loaded."""
-    (tensor,) = {pointer for is_load, pointer, _ in copied if not is_load}
-    by_columns = {}
-    for is_load, pointer, coordinates in copied:
-        if pointer == tensor:
-            by_columns.setdefault(coordinates[0], []).append((is_load, coordinates))
-    assert sorted(by_columns) == [0, 64, 128, 192]
-    for boxes in by_columns.values():
-        loads = [box for is_load, box in boxes if is_load]
-        asked = [box for is_load, box in boxes if not is_load]
-        assert len(asked) == len(loads) - num_tiles > 0
-        for (is_load, box), following in itertools.pairwise(boxes):
-            assert is_load or following == (True, box)
-
-
-# Packed rows have another descriptor; several tiles and heads, under both schedulers.
-@pytest.mark.simulator
-@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-@pytest.mark.sampled
-def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
-    q = torch.randn(300, 2, 256).bfloat16().requires_grad_()
-    k = torch.randn(520, 1, 256).bfloat16().requires_grad_()
-    offsets = [torch.tensor(values, dtype=torch.int32) for values in ([0, 100, 300], [0, 0, 520])]
-    out = flash_attn_varlen_func(
-        q, k, k, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=200,
-        max_seqlen_k=520, causal=True, backward_config=STORED, use_clc=use_clc,
-    )  # fmt: skip
-    copied.clear()
-    out.backward(torch.ones_like(out))
-    num_tiles = 3  # of 256 of the second sequence's keys
-    assert_asked_ahead(copied, num_tiles)
-    last_asked = max(i for i, (is_load, *_) in enumerate(copied) if not is_load)
-    shifted = [
-        (is_load, pointer, box if is_load else (box[0], box[1] + 64, *box[2:]))
-        for is_load, pointer, box in copied
-    ]
-    for wrong in (copied[:last_asked] + copied[last_asked + 1 :], shifted):
-        with pytest.raises(AssertionError):
-            assert_asked_ahead(wrong, num_tiles)
 
 
 def work_of(seen, config, warpgroup, first):
