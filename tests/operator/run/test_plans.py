@@ -20,7 +20,6 @@ from fa4_hd256 import (
     masks,
     plans,
 )
-from fa4_hd256.call.operator_arguments import ForwardTensors
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 pytestmark = pytest.mark.simulator
@@ -564,12 +563,6 @@ def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypa
     assert repeats(flash_attn_func, *small())
 
 
-def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
-    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
-    assert not repeats(flash_attn_func, *small())
-    assert repeats(flash_attn_func, *small()) and repeats(flash_attn_func, *small())
-
-
 def test_what_cannot_be_hashed_has_no_plan_that_is_kept(long_way):
     """A window as a list is accepted, and looked up nowhere."""
     for _ in range(3):
@@ -598,41 +591,6 @@ def test_what_is_refused_is_not_kept(long_way):
     del scale
     gc.collect()
     assert seen() is None
-
-
-def test_shapes_in_alternation_find_their_own_executions(long_way):
-    """The guard that was passed last is that of the other call."""
-    longer = tensors((1, 9, 2, 256), (1, 30, 2, 256), (1, 30, 2, 256))
-    for _ in range(3):
-        flash_attn_func(*small())
-        flash_attn_func(*longer)
-    with pytest.MonkeyPatch.context() as only_guards:
-        only_guards.setattr(plans, "key_of", None)
-        found = [plans.find(*_asked(each)) for each in (small(), longer, small(), longer)]
-    executions = [execution for execution, _ in found]
-    assert executions[0] is executions[2] is not executions[1] is executions[3]
-    assert [addresses for _, addresses in found[1::2]] == [[t.data_ptr() for t in longer]] * 2
-
-
-def test_a_tensor_given_twice_is_guarded(long_way):
-    """Offsets of queries that are those of keys, and keys that are the queries; not equal ones."""
-    offsets = int32(0, 5, 20)
-    q, v = tensors((20, 2, 256), (20, 2, 256))
-    given = q, q, v, offsets, offsets
-    attend = partial(
-        flash_attn_varlen_func, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=15,
-        max_seqlen_k=15,
-    )  # fmt: skip
-    for _ in range(3):
-        attend(q, q, v)
-    facts, asked = _asked((q, q, v), attend)
-    guard = plans._alike_of(*facts).last
-    assert guard.addresses(asked) == [tensor.data_ptr() for tensor in given]
-    for name in ("k", "cu_seqlens_k"):
-        changed = list(asked)
-        place = ForwardTensors._fields.index(name)
-        changed[place] = changed[place].clone()
-        assert guard.addresses(tuple(changed)) is None, name
 
 
 def _asked(inputs, function=flash_attn_func):

@@ -59,5 +59,5 @@ def test_the_same_bits_under_every_scheduler(use_clc, clusters, seed, expected, 
 
 def test_one_tile():
     """The smallest grid of a head, from which nothing can be stolen."""
-    _, _, report = attend((9,), (9,), True)
+    _, _, report = attend((100,), (100,), True)
     assert report.grid == (6, 1, 1) and report.clc["stolen"] == 0
