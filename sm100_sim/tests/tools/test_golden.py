@@ -6,8 +6,6 @@ the bound that the PTX ISA states for each, in the simulator and in the recordin
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from cuda.bindings import driver
@@ -36,18 +34,13 @@ APPROXIMATE = [case for case in CASES if case.approximate and not case.hopper]
 
 
 def chunks() -> list:
-    """Up to 64 cases of one group each, so that no test takes long."""
+    """Return about 20 cases of one group each, so that no test takes long: every so many-th one, so
+    that each test has cases of all the group."""
     found = []
     for group, cases in golden.groups(EXACT).items():
-        for number, part in enumerate(
-            itertools.batched(cases, 64) if hasattr(itertools, "batched") else _batched(cases)
-        ):
-            found.append(pytest.param(list(part), id=f"{group}-{number}"))
+        count = -(-len(cases) // 20)
+        found += [pytest.param(cases[i::count], id=f"{group}-{i}") for i in range(count)]
     return found
-
-
-def _batched(cases: list[Case]):
-    return (cases[start : start + 64] for start in range(0, len(cases), 64))
 
 
 def check(cases: list[Case], **options) -> None:
