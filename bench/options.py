@@ -271,9 +271,6 @@ def vllm(parser: argparse.ArgumentParser) -> None:
         ("rounds", 5, "of each engine"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
-    parser.add_argument(
-        "--kernels", action="store_true", help="also which kernels a step of decoding has"
-    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep models and logs there")
     add_time_limit(parser)
     add_output_options(parser)

@@ -8,8 +8,7 @@ replayed.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import LIKELY, OURS, YARDSTICK
 from bench.tables.ready import ready
 from bench.tables.results import emit
-from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from bench.tables.table import Column, Plot, Table
 from fa4_hd256.kernels.problem_class import E4M3
 
 #: Columns of ours against its peers, in every table that has them.
@@ -88,46 +87,6 @@ def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
         Column("kv_rate", "TB/s", ".2f", "K and V once, ours"),
         Column("power_watts", "W", ".0f", "power"), Column("l2", title="L2"),
     )  # fmt: skip
-
-
-def summary(rows: list[dict[str, Any]]) -> Table | None:
-    """Ratios by direction, group and mask, every row counted; None where no row has one."""
-    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row["ratio"] is not None:
-            mask = row["mask"] if row["mask"] in ("full", "causal") else "windows"
-            groups[row["direction"], row["group"], mask, row[BASIS], row[MACHINE]].append(row)
-    if not groups:
-        return None
-    found = []
-    for (direction, group, mask, basis, machine), of_group in groups.items():
-        ratios = [row["ratio"] for row in of_group]
-        winners = [row["faster"] for row in of_group]
-        peers = Counter(row["peer"] for row in of_group)
-        found.append({
-            "direction": direction, "group": group, "mask": mask, "rows": len(of_group),
-            "least": min(ratios), "median": statistics.median(ratios), "most": max(ratios),
-            "least_probability": min(row["probability"] for row in of_group),
-            OURS: winners.count(OURS), "open": winners.count("open"),
-            "theirs": len(winners) - winners.count(OURS) - winners.count("open"),
-            "peers": ", ".join(f"{name} {count}" for name, count in peers.most_common()),
-            BASIS: basis, MACHINE: machine,
-        })  # fmt: skip
-    columns = (
-        Column("direction"), Column("group"), Column("mask"), Column("rows"),
-        Column("least", format=".2f"), Column("median", format=".2f"),
-        Column("most", format=".2f"),
-        Column("least_probability", format=".0%", title="least probability"),
-        Column(OURS, title="ours ahead"), Column("open"), Column("theirs", title="peer ahead"),
-        Column("peers", title="best peer, in how many rows"),
-    )  # fmt: skip
-    note = (
-        f"Ahead: with a probability of {LIKELY:.0%} or more; open: neither is. Ratios, probability "
-        "and best peer are those of the table of all rows."
-    )
-    plot = Plot(("direction", "group", "mask"), "median", low="least", high="most")
-    title = "Ours over the best peer, ratios of rates"
-    return Table("throughput", title, columns, found, (note,), plot)
 
 
 def times_of(
@@ -195,7 +154,7 @@ def main(arguments: argparse.Namespace) -> int:
     jobs = limit.begun(cases)
     begun = (measured(job, providers, timer, sampling, dtype) for job in jobs)
     rows = ready(begun, len(cases), columns_of([one.name for one in providers]), "measuring")
-    emit([found for found in (limit.noted(table(rows)), summary(rows)) if found], arguments)
+    emit(limit.noted(table(rows)), arguments)
     return int(any(row["failed"] for row in rows))
 
 

@@ -48,14 +48,6 @@ AGREEMENTS = (
     Column("scored_max", format=".4f", title="largest there"),
     Column("best", format=".2%", title="the likeliest token is the same"),
 )  # fmt: skip
-KERNELS = (
-    Column("model"), Column("mode"), Column("backend"), Column("kernel"),
-    Column("calls", format=".2f", title="calls a step"), Column("time", "us", ".1f", "of a step"),
-)  # fmt: skip
-#: Kernels of a backend that the table has, those that take longest, and characters of a name.
-MOST_KERNELS, NAME = 8, 72
-#: Tokens of a profiled run.
-PROFILED = 17
 #: Suffix of a backend's name, for its second answers.
 AGAIN = ", again"
 
@@ -112,10 +104,8 @@ class Bench:
     program: Sequence[str] = PROGRAM
     #: Arguments of `LLM` that replace those of `engine_arguments`.
     replaced: dict[str, Any] | None = None
-    #: Whether steps that decode are profiled, too.
-    kernels: bool = False
 
-    def rows(self, kind: str, mode: str) -> tuple[list[dict[str, Any]], ...]:
+    def rows(self, kind: str, mode: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the rows of each table of a model served in a mode."""
         model = self.folder / kind.replace(" ", "-")
         if not model.is_dir():
@@ -124,13 +114,12 @@ class Bench:
         found = {name: {"model": kind, "mode": mode, "backend": name} for name in self.backends}
         with self._children(kind, mode, model, found) as children:
             answers = self._measured(children, found)
-            kernels = self._profiled(children, found) if self.kernels else []
         pairs = [
             {"model": kind, "mode": mode, "one": one, "other": other, **apart._asdict()}
             for one, other, apart in _agreements(answers)
         ]
         total = sum(map(len, self.load.prompts(self.size.vocabulary)))
-        return [_row(row, self.load, total) for row in found.values()], pairs, kernels
+        return [_row(row, self.load, total) for row in found.values()], pairs
 
     @contextmanager
     def _children(
@@ -191,21 +180,6 @@ class Bench:
                         Scored(scored["logprobs"], scored["best"]),
                     )
         return answers
-
-    def _profiled(
-        self, children: dict[str, Child], found: dict[str, dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the rows of kernels: those of each backend that take longest."""
-        prompts, rows = self.load.prompts(self.size.vocabulary), []
-        for name, child in [*children.items()]:
-            with _noted(children, found, name):
-                answer = child.ask(do="profile", texts=prompts, tokens=PROFILED)
-                where = {key: found[name][key] for key in ("model", "mode", "backend")}
-                rows += [
-                    where | {"kernel": kernel[:NAME], "calls": calls, "time": time}
-                    for kernel, calls, time in answer["kernels"][:MOST_KERNELS]
-                ]
-        return rows
 
     def _round(self, child: Child, found: dict[str, Any], prompts: list[list[int]]) -> None:
         """Add the times of a round: the first tokens of all prompts, then all tokens."""
@@ -279,17 +253,11 @@ def tables(
         "generated tokens before the first difference of a request, and over all tokens of the "
         "scored texts."
     )
-    rates, pairs, kernels = (
-        [row | origin for rows in of_jobs for row in rows[part]] for part in range(3)
-    )
-    made = [
+    rates, pairs = ([row | origin for rows in of_jobs for row in rows[part]] for part in range(2))
+    return [
         limit.noted(Table("vllm", "Models served by vLLM", RATES, rates, (text,))),
         Table("vllm", "Agreement of vLLM's backends", AGREEMENTS, pairs, (judged,)),
     ]
-    if bench.kernels:
-        profiled = f"{MOST_KERNELS} kernels of each backend, by PyTorch's profiler."
-        made.append(Table("vllm", "Steps that decode", KERNELS, kernels, (profiled,)))
-    return made
 
 
 def _given(kind: type[models.Size] | type[Load], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -317,9 +285,7 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.logs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(
-            size, load, arguments.backend or SERVED_BACKENDS, folder, kernels=arguments.kernels
-        )
+        bench = Bench(size, load, arguments.backend or SERVED_BACKENDS, folder)
         found = tables(bench, jobs, limit, origin)
     emit(found, arguments)
     return int(any(row["status"] != "ok" for row in found[0].rows))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.peaks import B200_TFLOPS
 from bench.suite import Case
 from bench.tables.comparison import comparison_row
 from bench.tables.table import BASIS, MACHINE
@@ -87,7 +86,7 @@ def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
     return {
         "median_ms": median * 1e3, "p20_ms": low * 1e3, "p80_ms": high * 1e3,
         "tflops": tflops, "tflops_low": flop / high / 1e12, "tflops_high": flop / low / 1e12,
-        "of_peak": None if peak is None else tflops / peak, "of_2250": tflops / B200_TFLOPS,
+        "of_peak": None if peak is None else tflops / peak,
         "clock_mhz": state.clock_mhz, "power_watts": state.power_watts,
         "runs": len(samples.seconds), "launch": samples.launch,
     }  # fmt: skip

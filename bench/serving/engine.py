@@ -112,30 +112,8 @@ def _score(engine: Any, texts: list[list[int]]) -> dict[str, Any]:
     return {"logprobs": logprobs, "best": best}
 
 
-def _profile(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Return kernels of a step that decodes: [name, calls, microseconds on the GPU], by time.
-
-    All tokens less the first ones, over the steps between: prompts take others.
-    """
-    first, whole = (_kernels(engine, texts, count) for count in (1, tokens))
-    found: list[tuple[Any, ...]] = [
-        (name, *((a - b) / (tokens - 1) for a, b in zip(of, first.get(name, (0, 0.0)))))
-        for name, of in whole.items()
-    ]
-    return {"kernels": sorted((one for one in found if one[1] > 0), key=lambda one: -one[2])}
-
-
-def _kernels(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, tuple[int, float]]:
-    """Return calls and microseconds by the name of a kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        _generate(engine, texts, tokens)
-    return {one.key: (one.count, one.self_device_time_total) for one in found.key_averages()}
-
-
 _ORDERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "time": _time, "decode": _decode, "score": _score, "profile": _profile,
+    "time": _time, "decode": _decode, "score": _score,
 }  # fmt: skip
 
 

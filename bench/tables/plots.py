@@ -14,10 +14,8 @@ SUFFIXES = (".eps", ".jpg", ".pdf", ".png", ".ps", ".svg", ".svgz", ".tif", ".we
 NO_MATPLOTLIB = "a plot needs matplotlib, which is not installed: pip install matplotlib"
 
 _PANEL_INCHES = (7.0, 3.6)
-#: Heights of a panel whose bars lie on their sides: above and below them, and each bar.
+#: Heights of a panel of bars, which lie on their sides: above and below them, and each bar.
 _AROUND_INCHES, _BAR_INCHES = 1.1, 0.13
-#: Letters that fit side by side below one panel.
-_LABEL_LETTERS = 100
 #: Letters of a title that fit into an inch.
 _TITLE_LETTERS = 12
 #: Okabe and Ito's colours, which people with any common colour vision tell apart; quiet axes.
@@ -111,15 +109,8 @@ class _Panel:
         return f"{title} ({'modelled' if len(bases) == 1 else 'in part modelled'})"
 
     @property
-    def has_long_labels(self) -> bool:
-        """Return True if labels side by side would not be legible."""
-        texts = [str(label) for label in _labels(self.points)]
-        return len(texts) > 6 or sum(map(len, texts)) > _LABEL_LETTERS
-
-    @property
-    def is_sideways(self) -> bool:
-        """Return True if bars lie on their sides, each with its label in front of it."""
-        return _plot(self.table).kind == "bar" and self.has_long_labels
+    def has_bars(self) -> bool:
+        return _plot(self.table).kind == "bar"
 
     @property
     def series(self) -> list[str | None]:
@@ -129,7 +120,7 @@ class _Panel:
     def width(self) -> float:
         """Return the width in inches."""
         width, _ = _PANEL_INCHES
-        if self.is_sideways:
+        if self.has_bars:
             longest = max(len(str(label)) for label in _labels(self.points))
             return width + max(0.0, 0.055 * longest - 2.0)
         return max(width, 0.3 * len(_labels(self.points)))
@@ -137,7 +128,7 @@ class _Panel:
     @property
     def height(self) -> float:
         """Return the height in inches."""
-        if self.is_sideways:
+        if self.has_bars:
             bars = len(_labels(self.points)) * (len(self.series) + 0.4)
             return _AROUND_INCHES + _BAR_INCHES * bars
         return _PANEL_INCHES[1]
@@ -186,25 +177,21 @@ def _draw_panel(axis: Any, panel: _Panel) -> None:
     table, points = panel.table, panel.points
     plot, labels = _plot(table), _labels(points)
     numeric = plot.kind == "line" and all(isinstance(label, (int, float)) for label in labels)
-    if plot.kind == "bar":
+    unit, texts = _unit(table), [str(label) for label in labels]
+    if panel.has_bars:
         _draw_bars(axis, panel)
-    else:
-        _draw_lines(axis, panel, numeric)
-    unit = _unit(table)
-    if numeric and isinstance(plot.x, str):
-        axis.set_xscale("log", base=2) if plot.log_x else None
-        axis.set_xlabel(_heading(table, plot.x))
-    elif panel.is_sideways:
-        axis.set_yticks(range(len(labels)), [str(label) for label in labels], fontsize=6.5)
+        axis.set_yticks(range(len(labels)), texts, fontsize=6.5)
         axis.invert_yaxis()
         axis.set_xlabel(unit)
     else:
-        turned = 90 if panel.has_long_labels else 0
-        axis.set_xticks(range(len(labels)), [str(label) for label in labels], fontsize=6,
-                        rotation=turned)  # fmt: skip
-    if not panel.is_sideways:
+        _draw_lines(axis, panel, numeric)
         axis.set_ylabel(unit)
-    axis.grid(axis="x" if panel.is_sideways else "y", alpha=0.3)
+        if numeric and isinstance(plot.x, str):
+            axis.set_xscale("log", base=2) if plot.log_x else None
+            axis.set_xlabel(_heading(table, plot.x))
+        else:
+            axis.set_xticks(range(len(labels)), texts, fontsize=6, rotation=90)
+    axis.grid(axis="x" if panel.has_bars else "y", alpha=0.3)
     if panel.series != [None]:
         # Above the panel, where it covers nothing; below the title, which stands at the left.
         axis.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
@@ -225,10 +212,7 @@ def _draw_bars(axis: Any, panel: _Panel) -> None:
         drawn = [point for point in panel.points if point.series == name]
         at = [places[point.label] + (number + 0.5) * width - 0.4 for point in drawn]
         values, errors = [point.y for point in drawn], _errors(panel, drawn)
-        if panel.is_sideways:
-            axis.barh(at, values, width, xerr=errors, label=name, capsize=2)
-        else:
-            axis.bar(at, values, width, yerr=errors, label=name, capsize=2)
+        axis.barh(at, values, width, xerr=errors, label=name, capsize=2)
 
 
 def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:

@@ -118,15 +118,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not a value of a result: {value!r}")
 
 
-def read_markdown(text: str) -> list[dict[str, str]]:
-    """Return the rows of a table in Markdown, column -> text; none where there is no table."""
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines() if line.startswith("|")
-    ]  # fmt: skip
-    return [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
-
-
 def csv_text(tables: Sequence[Table]) -> str:
     """One line for each row of all tables; `table` names the table where there are several."""
     rows = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peaks import B200_TFLOPS, FLOP_PER_CLOCK
+from bench.peaks import FLOP_PER_CLOCK
 from bench.processes import stream
 from bench.suite import Case
 from bench.tables.comparison import (
@@ -121,6 +121,6 @@ def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
         "low_ms": found.low * 1e3, "high_ms": found.high * 1e3,
         "tflops": tflops, "tflops_low": flop / found.high / 1e12,
         "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,
-        "of_2250": tflops / B200_TFLOPS, "bound": found.bound,
+        "bound": found.bound,
         "unmatched": found.paths.unmatched, "ambiguous": found.paths.ambiguous,
     }  # fmt: skip

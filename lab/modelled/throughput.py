@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from bench import suite
-from bench.commands.throughput import compared, rate_columns, standing_note, summary
+from bench.commands.throughput import compared, rate_columns, standing_note
 from bench.measure.providers import default_providers
 from bench.suite import DIRECTIONS, Case
-from bench.tables.comparison import AS_PUBLISHED, OURS
+from bench.tables.comparison import AS_PUBLISHED, LIKELY, OURS
 from bench.tables.ready import results
 from bench.tables.results import emit
-from bench.tables.table import Column, Table
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.stated_errors import stated_errors
 from lab.model.throughput import Predictions
 from lab.paths import PATH_COLUMNS, path_note
@@ -53,6 +55,46 @@ def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
         Column("sustained_probability", format=".0%", title="probability, sustained"),
         *PATH_COLUMNS,
     )
+
+
+def summary(rows: list[dict[str, Any]]) -> Table | None:
+    """Ratios by direction, group and mask, every row counted; None where no row has one."""
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["ratio"] is not None:
+            mask = row["mask"] if row["mask"] in ("full", "causal") else "windows"
+            groups[row["direction"], row["group"], mask, row[BASIS], row[MACHINE]].append(row)
+    if not groups:
+        return None
+    found = []
+    for (direction, group, mask, basis, machine), of_group in groups.items():
+        ratios = [row["ratio"] for row in of_group]
+        winners = [row["faster"] for row in of_group]
+        peers = Counter(row["peer"] for row in of_group)
+        found.append({
+            "direction": direction, "group": group, "mask": mask, "rows": len(of_group),
+            "least": min(ratios), "median": statistics.median(ratios), "most": max(ratios),
+            "least_probability": min(row["probability"] for row in of_group),
+            OURS: winners.count(OURS), "open": winners.count("open"),
+            "theirs": len(winners) - winners.count(OURS) - winners.count("open"),
+            "peers": ", ".join(f"{name} {count}" for name, count in peers.most_common()),
+            BASIS: basis, MACHINE: machine,
+        })  # fmt: skip
+    columns = (
+        Column("direction"), Column("group"), Column("mask"), Column("rows"),
+        Column("least", format=".2f"), Column("median", format=".2f"),
+        Column("most", format=".2f"),
+        Column("least_probability", format=".0%", title="least probability"),
+        Column(OURS, title="ours ahead"), Column("open"), Column("theirs", title="peer ahead"),
+        Column("peers", title="best peer, in how many rows"),
+    )  # fmt: skip
+    note = (
+        f"Ahead: with a probability of {LIKELY:.0%} or more; open: neither is. Ratios, probability "
+        "and best peer are those of the table of all rows."
+    )
+    plot = Plot(("direction", "group", "mask"), "median", low="least", high="most")
+    title = "Ours over the best peer, ratios of rates"
+    return Table("throughput", title, columns, found, (note,), plot)
 
 
 def rows_of(

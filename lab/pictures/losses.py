@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure.training import SMOOTHED, smoothed
-from bench.tables.results import read_json, read_markdown
+from bench.tables.results import read_json
 from lab.pictures import inputs
 from lab.pictures.plot import Axes, Scale, mark
 from lab.pictures.svg import BLUE, GREY, INK, ORANGE, Drawing, text_width
+from lab.tables.documents import read_markdown
 
 __all__ = ["LINES", "MEASURED", "keep", "kept", "read_losses", "training_losses"]
 

@@ -9,10 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.tables.results import read_markdown
 from lab.pictures.plot import Axes, Scale, mark
 from lab.pictures.svg import BLUE, GREEN, GREY, ORANGE, Drawing, text_width
-from lab.tables.documents import FOLDER
+from lab.tables.documents import FOLDER, read_markdown
 
 __all__ = ["PROVIDERS", "Measurements", "read_table", "throughput_h200"]
 

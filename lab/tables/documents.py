@@ -71,6 +71,15 @@ def origin(tables: Sequence[Table]) -> str:
     return f"{kinds[:1].upper()}{kinds[1:]}. {versions}."
 
 
+def read_markdown(text: str) -> list[dict[str, str]]:
+    """Return the rows of a table in Markdown, column -> text; none where there is no table."""
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines() if line.startswith("|")
+    ]  # fmt: skip
+    return [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
+
+
 #: Pages that explain several tables.
 _TIMING = "lab/docs/timing.md"
 _THROUGHPUT = "lab/docs/throughput.md"

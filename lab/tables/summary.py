@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.tables.results import read_markdown
-from lab.tables.documents import FOLDER
+from lab.tables.documents import FOLDER, read_markdown
 
 __all__ = ["PAGE", "SECTIONS", "with_sections"]
 

@@ -143,7 +143,7 @@ PACKAGES = {
     "bench/measure": (*_BENCH[:5], *_KNOWN),
     "bench/decode": (*_BENCH[:6], *_KNOWN),
     "bench/serving": _KNOWN,
-    "bench/bringup": _KNOWN,
+    "bench/bringup": (*_BENCH[:6], *_KNOWN),
     "bench/modelled": (),
     "bench/commands": (*_BENCH, *_KNOWN),
     "bench": (*_BENCH, "bench/commands", *_KNOWN),

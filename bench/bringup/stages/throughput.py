@@ -81,8 +81,7 @@ def selection(item: str) -> tuple[str, str, list[str]]:
 
 
 def judged(tables: list[dict]) -> Outcome:
-    """Judge our rows of bench's tables. The first table has a row for each case, another one
-    ratios."""
+    """Judge our rows of bench's table."""
     rows = tables[0]["rows"]
     broken = [
         (row, row["details"]["ours"]["status"])
