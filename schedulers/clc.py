@@ -20,8 +20,9 @@ wanted barrier   in the leader CTA; count 1.  The warp that is to know the next 
                  gone.
 ===============  ====================================================================
 
-* The response is decoded from one 128-bit load; a proxy fence orders that generic read before the
-  next asynchronous write, then the warp releases its shared memory at cluster scope and arrives.
+* The response is decoded from one 128-bit load; one fence orders that generic read before the
+  next asynchronous write and releases the CTA's shared memory at cluster scope; then the warp
+  arrives.
 * No try_cancel follows an observed failure: a query is made only in an iteration that has a valid
   tile, and its response is read before the next.
 * So one request is under way at a time: a tile granted after a failure would never be done.
@@ -38,7 +39,7 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Int128, pipeline
 
-from .dynamic import LEADER, DynamicScheduler, give_back, want
+from .dynamic import LEADER, DynamicScheduler, fence_to_async_proxy, give_back, want
 from .order import TileProblem
 from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile, make_work_tile
 
@@ -161,9 +162,9 @@ class ClcScheduler(DynamicScheduler):
         channel.consumer_wait(self.consumer)
         first_cta, is_valid = _decode(self._response(self.consumer))
         # Every lane has read the slot before the warp's one arrival allows the next write to it.
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        give_back(lambda: channel.consumer_get_barrier(self.consumer))
+        fence_to_async_proxy()
+        give_back(lambda: channel.consumer_get_barrier(self.consumer), is_released=True)
         self.consumer.advance()
         return make_work_tile(first_cta // self.cluster_size, is_valid, self.order)
 

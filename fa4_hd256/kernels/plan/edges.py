@@ -24,6 +24,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
 from ...schedulers.carried import Carried
+from ...schedulers.dynamic import fence_to_async_proxy
 from ..limits import WARP_SIZE
 
 __all__ = [
@@ -82,7 +83,6 @@ class Signal(enum.Enum):
 TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA, Signal.TMA_BOTH)
 COMMIT_SIGNALS = (Signal.COMMIT_PAIR, Signal.COMMIT_CTA)
 PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
-RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
 
 class RingState(Carried):
@@ -316,13 +316,16 @@ class Barrier(SharedByReference):
         whole GPU, several hundred clocks (sm100_sim/docs/facts.md).  An edge that hands over
         tensor memory only has the order of the tcgen05 waits and fences (9.7.16.6.4); one that
         hands over shared memory releases that alone, by a fence that leaves global memory out
-        (9.7.13.4).
+        (9.7.13.4).  Where the MMAs of a pair read it, that fence of all lanes is the one towards
+        the async proxy, too.
         """
         if not is_converged:
             cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
+        if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR_RELEASE):
+            fence_to_async_proxy()
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.edge.signal in RELEASING_SIGNALS):
+            if cutlass.const_expr(self.edge.signal is Signal.WARPS_BOTH):
                 nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
             if cutlass.const_expr(self.edge.signal in PAIR_SIGNALS):
                 cute.arch.mbarrier_arrive(

