@@ -1,0 +1,127 @@
+"""MMAs of every kernel in machine code against its PTX: what the simulator, which runs PTX, cannot
+see of ptxas (`mma_machine_code` says what is followed)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import mma_machine_code
+import pytest
+import torch
+from mma_machine_code import chains_of_machine_code, chains_of_ptx, hazards
+
+from fa4_hd256 import BackwardConfig, ForwardConfig
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
+from fa4_hd256.kernels.problem_class import E4M3, OF_SEQUENCES, GradientClass, ProblemClass
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
+
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+
+CAUSAL = ProblemClass(torch.bfloat16, bounded_right=True)
+E4M3_KEYS = replace(CAUSAL, kv_dtype=E4M3)
+QUERIES_TOO = replace(E4M3_KEYS, q_dtype=E4M3, descale=OF_SEQUENCES)
+
+
+def specs() -> dict[str, KernelSpec]:
+    """Every kernel with tensor cores in each of its configurations, causal; negated scores too."""
+    backward = ("backward_dv", "backward_products", "backward_dkdv", "backward_dq")
+    negated = replace(CAUSAL, negative_scale=True)
+    found = {
+        "forward": KernelSpec("forward", ForwardConfig(), CAUSAL),
+        "forward-clc": KernelSpec("forward", ForwardConfig(), replace(CAUSAL, use_clc=True)),
+        "forward-negated": KernelSpec("forward", ForwardConfig(), negated),
+        "forward_e4m3": KernelSpec("forward_e4m3", E4M3_CONFIG, QUERIES_TOO),
+        **{f"decode-{c.rows}": KernelSpec("forward_decode", c, CAUSAL) for c in DECODE},
+        **{f"decode_e4m3-{c.rows}": KernelSpec("forward_decode_e4m3", c, E4M3_KEYS)
+           for c in DECODE_E4M3},
+    }  # fmt: skip
+    for kind in backward:
+        config = BackwardConfig().of_kernel(kind)
+        found[kind] = KernelSpec(kind, config, GradientClass(CAUSAL))
+    return found
+
+
+def machine_code(name: str) -> tuple[SassFunction, str]:
+    kernel = compile_kernel(specs()[name])
+    (function,) = disassemble(kernel.cubin).values()
+    return function, kernel.ptx
+
+
+def told(function: SassFunction) -> Counter[str]:
+    return Counter(i.base for i in function.instructions)
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_every_chain_of_the_ptx_is_in_the_machine_code(name):
+    """Each once, with its descriptors, distances, shapes and signs, and nothing else."""
+    function, ptx = machine_code(name)
+    wanted = chains_of_ptx(ptx)
+    assert wanted
+    assert Counter(chains_of_machine_code(function, wanted)) == Counter(wanted)
+    commits = ptx.count("tcgen05.commit.")
+    assert told(function)["UTCBAR"] == commits > 0
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_operands_wait_for_their_scoreboards(name):
+    function, _ = machine_code(name)
+    assert hazards(function) == []
+
+
+def changed(function: SassFunction, index: int, **fields) -> SassFunction:
+    """Return a function with other fields of one instruction, or of its control code."""
+    copy = object.__new__(SassFunction)
+    copy.name, copy.blocks = function.name, function.blocks
+    copy.instructions = list(function.instructions)
+    old = copy.instructions[index]
+    if "control" in fields:
+        fields["control"] = replace(old.control, **fields["control"])
+    copy.instructions[index] = replace(old, **fields)
+    return copy
+
+
+def first(function: SassFunction, start: str) -> int:
+    """Return the number of the first instruction whose text begins so."""
+    return next(n for n, i in enumerate(function.instructions) if i.text.startswith(start))
+
+
+def test_an_error_of_the_assembler_is_seen():
+    """A wrong sign, a wrong constant and a wrong distance of one MMA of the forward."""
+    function, ptx = machine_code("forward")
+    wanted = chains_of_ptx(ptx)
+    instructions = function.instructions
+    mma = first(function, "UTCHMMA")
+    adds = instructions[mma].operands.rsplit(", ", 1)
+    other = "UPT" if adds[1] != "UPT" else "!UPT"
+    word = next(n for n, i in enumerate(instructions)
+                if i.opcode == "UMOV" and "0x40004040" in i.operands)  # fmt: skip
+    step = next(n for n, i in enumerate(instructions)
+                if i.opcode == "UIADD3" and i.operands.endswith(", 0x6, URZ"))  # fmt: skip
+    for index, operands in (
+        (mma, f"{adds[0]}, {other}"),
+        (word, instructions[word].operands.replace("0x40004040", "0x40004048")),
+        (step, instructions[step].operands.replace(", 0x6, URZ", ", 0x8, URZ")),
+    ):
+        wrong = changed(function, index, operands=operands)
+        with pytest.raises(AssertionError, match="begins no chain"):
+            chains_of_machine_code(wrong, wanted)
+
+
+def test_a_scoreboard_that_nobody_waits_for_is_seen():
+    """No instruction of the forward waits for anything: operands are overwritten, loads unread."""
+    function, _ = machine_code("forward")
+    copy = object.__new__(SassFunction)
+    copy.name, copy.blocks = function.name, function.blocks
+    copy.instructions = [
+        replace(i, control=replace(i.control, waits=0)) for i in function.instructions
+    ]
+    texts = "\n".join(hazards(copy))
+    assert "may not have been read" in texts
+    assert "which a load of tensor memory may still write" in texts
+    assert mma_machine_code.NEXT not in range(6)
