@@ -48,9 +48,10 @@ def give_back(empty: Callable[[], cute.Pointer], is_released: bool = False) -> N
 
 @dsl_user_op
 def fence_to_async_proxy(*, loc=None, ip=None) -> None:
-    """fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster (PTX ISA 9.7.13.4): what
-    precedes it comes before later accesses through the async proxy, and a relaxed arrival behind it
-    releases the CTA's shared memory at cluster scope.
+    """fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster (PTX ISA 9.7.13.4).
+
+    What precedes it comes before later accesses through the async proxy, and a relaxed arrival
+    behind it releases the CTA's shared memory at cluster scope.
 
     Its machine code is that of fence.proxy.async.shared::cta, and that of fence.release alone.
     """

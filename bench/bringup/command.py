@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from bench.bringup import decisions
 from bench.bringup.outcome import BAD, Target, simulated
 from bench.bringup.report import summary_line, write_reports
 from bench.bringup.runner import TARGET, BringupRun, Stopped
@@ -65,6 +67,14 @@ def _kept_target(directory: Path) -> Target:
     return Target.from_json(json.loads(path.read_text()))
 
 
+def _report(path: Path) -> dict[str, Any]:
+    """Return a report.json. Raises ValueError for a file that is not there, or no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a bringup's report.json: {error}") from None
+
+
 def _say(stage: str, item: str, outcome: dict) -> None:
     if outcome["state"] == "passed" and stage in ("golden", "rules", "answers"):
         return
@@ -73,6 +83,9 @@ def _say(stage: str, item: str, outcome: dict) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine is silent."""
+    if arguments.decide is not None:
+        print(decisions.text(decisions.decide(_report(arguments.decide))))
+        return 0
     target = _kept_target(arguments.out) if arguments.report else find_target(arguments.simulate)
     run = BringupRun(arguments.out, target, _say)
     print(f"bringup of {target.name} in {arguments.out}", flush=True)

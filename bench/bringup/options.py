@@ -47,4 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run in the simulator, as on a machine without a GPU",
     )
     parser.add_argument("--report", action="store_true", help="only write the report again")
+    parser.add_argument(
+        "--decide",
+        type=Path,
+        metavar="REPORT",
+        help="only print the configurations that follow from a report.json, on any machine",
+    )
     parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
+from bench.bringup import decisions
 from bench.bringup.machine_file import machine
 from bench.bringup.outcome import STATES, Target
 from bench.bringup.runner import BringupRun
@@ -27,7 +29,8 @@ def write_reports(run: BringupRun, stopped: str = "") -> None:
 
 
 def content(target: Target, results: Results, started: str, stopped: str = "") -> dict[str, Any]:
-    """Everything as JSON values; of counted stages what passed only as a number.
+    """Everything as JSON values; of counted stages what passed, and what no decision reads, only as
+    a number.
 
     started: date and time of the run's first step.
     """
@@ -38,7 +41,10 @@ def content(target: Target, results: Results, started: str, stopped: str = "") -
         kept = {
             item: outcome
             for item, outcome in found.items()
-            if name not in _COUNTED or outcome["state"] != "passed" or outcome.get("text")
+            if name not in _COUNTED
+            or outcome["state"] != "passed"
+            or outcome.get("text")
+            or decisions.is_read(name, item)
         }
         stages[name] = {
             "counts": dict(Counter(outcome["state"] for outcome in found.values())),
@@ -52,6 +58,8 @@ def content(target: Target, results: Results, started: str, stopped: str = "") -
         "stopped": stopped,
         "stages": stages,
     }
+    if target.is_gpu:
+        made["decisions"] = [asdict(decision) for decision in decisions.decide(made)]
     described = machine(target, results, started)
     return {**made, "machine": described} if described else made
 
@@ -87,4 +95,7 @@ def text(target: Target, results: Results, stopped: str = "") -> str:
                 continue
             lines.append(f"  {item}: {outcome['state']}  {outcome.get('text', '')}".rstrip())
         lines.append("")
+    if target.is_gpu:
+        found = decisions.decide(content(target, results, ""))
+        lines += ["decisions", decisions.text(found), ""]
     return "\n".join(lines)

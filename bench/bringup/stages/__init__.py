@@ -50,8 +50,10 @@ STAGES = (
         "kernels", 600, False, "each kernel, then masks, lengths and schedulers, against float64"
     ),
     BringupStage("sanitizer", 600, False, "memory errors and races that results do not show"),
+    BringupStage("sharing", 600, False, "that two processes may share the GPU"),
     BringupStage("graph", 120, False, "that calls may be captured into CUDA graphs"),
     BringupStage("host", 120, False, "what a call costs the host"),
+    BringupStage("choices", 120, False, "which of two configurations is the faster one here"),
     BringupStage(
         "throughput", 1200, False, "how fast the kernels are, beside others' in one process"
     ),

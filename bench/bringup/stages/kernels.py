@@ -58,6 +58,9 @@ _LONG = ((2048, 2048), (4096, 4096))
 #: (queries, keys) of the sequences of a packed call: rests of tiles, whole ones, one row, none.
 _PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
 
+#: Queries of sequences that have no key: out is 0, LSE -inf, and no gradient is other than 0.
+_UNSEEING = (70, 1, 300)
+
 
 def _ladder() -> dict[str, Call]:
     found: dict[str, Call] = {}
@@ -120,7 +123,8 @@ def _torch_missing() -> str:
 def items(target: Target) -> list[str]:
     """The smallest shapes, then the ladder of forward and backward."""
     calls = [*_ladder(), *(_long() if target.is_gpu else ())]
-    calls += [f"packed causal {scheduler}" for scheduler in ("static", "clc")]
+    packed = ("packed causal", "packed without keys")
+    calls += [f"{name} {scheduler}" for name in packed for scheduler in ("static", "clc")]
     ladder = [f"{which} {call}" for call in calls for which in ("forward", "backward")]
     return [*(f"smallest {kernel}" for kernel in SMALLEST), *ladder]
 
@@ -130,6 +134,9 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     kind, _, name = item.partition(" ")
     if kind == "smallest":
         return _smallest(name, target, note)
+    if name.startswith("packed without keys"):
+        note(f"{kind}, {_UNSEEING} queries of sequences without keys")
+        return _without_keys(kind == "backward", name.endswith("clc"), target)
     if name.startswith("packed"):
         note(f"{kind}, sequences of {_PACKED}")
         return _packed(kind == "backward", name.endswith("clc"), target)
@@ -253,6 +260,36 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
         f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
         _finite({"error over tolerance": worst}),
     )
+
+
+def _without_keys(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
+    """Check sequences without keys, beside a row of K that belongs to none of them."""
+    import torch
+
+    from fa4_hd256 import flash_attn_varlen_func
+
+    q, k, v, dout = (t[0] for t in tensors(Call((sum(_UNSEEING), 1)), target.device))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    ends = [0, *itertools.accumulate(_UNSEEING)], [0] * (len(_UNSEEING) + 1)
+    of_queries, of_keys = (torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends)
+    out, lse = flash_attn_varlen_func(
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        cu_seqlens_q=of_queries,
+        cu_seqlens_k=of_keys,
+        max_seqlen_q=max(_UNSEEING),
+        max_seqlen_k=1,
+        causal=True,
+        return_lse=True,
+        use_clc=use_clc,
+    )
+    wrong = int((out != 0).sum()) + int((lse != -math.inf).sum())
+    if is_backward:
+        gradients = torch.autograd.grad(out, leaves, dout)
+        wrong += sum(int((gradient != 0).sum()) for gradient in gradients)
+    text = f"{len(_UNSEEING)} sequences, {wrong} elements that are not 0, or -inf of LSE"
+    return Outcome("failed" if wrong else "passed", text, {"wrong": wrong})
 
 
 def _finite(values: dict[str, float]) -> dict[str, Any]:
