@@ -38,8 +38,9 @@ from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Int128, pipeline
+from cutlass._mlir.dialects import nvvm
 
-from .dynamic import LEADER, DynamicScheduler, fence_to_async_proxy, give_back, want
+from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileProblem
 from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile, make_work_tile
 
@@ -163,7 +164,12 @@ class ClcScheduler(DynamicScheduler):
         first_cta, is_valid = _decode(self._response(self.consumer))
         # Every lane has read the slot before the warp's one arrival allows the next write to it.
         cute.arch.sync_warp()
-        fence_to_async_proxy()
+        # Towards the async proxy and releasing: PTX ISA 9.7.13.4, the machine code of either alone.
+        nvvm.fence_proxy_sync_restrict(
+            nvvm.MemOrderKind.RELEASE,
+            from_proxy=nvvm.ProxyKind.GENERIC,
+            to_proxy=nvvm.ProxyKind.async_,
+        )
         give_back(lambda: channel.consumer_get_barrier(self.consumer), is_released=True)
         self.consumer.advance()
         return make_work_tile(first_cta // self.cluster_size, is_valid, self.order)

@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 from cutlass._mlir.dialects import nvvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from .carried import Carried
 from .order import TileOrder
 from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index, make_work_tile
 
-__all__ = ["LEADER", "DynamicScheduler", "fence_to_async_proxy", "give_back", "want"]
+__all__ = ["LEADER", "DynamicScheduler", "give_back", "want"]
 
 # The CTA of the cluster whose scheduler warp sends the requests.
 LEADER = 0
@@ -44,24 +43,6 @@ def give_back(empty: Callable[[], cute.Pointer], is_released: bool = False) -> N
             # memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
             nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
         cute.arch.mbarrier_arrive(empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
-
-
-@dsl_user_op
-def fence_to_async_proxy(*, loc=None, ip=None) -> None:
-    """fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster (PTX ISA 9.7.13.4).
-
-    What precedes it comes before later accesses through the async proxy, and a relaxed arrival
-    behind it releases the CTA's shared memory at cluster scope.
-
-    Its machine code is that of fence.proxy.async.shared::cta, and that of fence.release alone.
-    """
-    nvvm.fence_proxy_sync_restrict(
-        nvvm.MemOrderKind.RELEASE,
-        from_proxy=nvvm.ProxyKind.GENERIC,
-        to_proxy=nvvm.ProxyKind.async_,
-        loc=loc,
-        ip=ip,
-    )
 
 
 class DynamicScheduler(Carried):

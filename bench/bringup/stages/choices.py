@@ -3,6 +3,7 @@ the faster one."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import kernels
 
+#: Timed runs of each configuration.
+RUNS = 60
+#: Longer than the host takes to launch it.
 _CALL = kernels.Call((4096, 4096), (16, 2), batch=4)
 
 
@@ -47,25 +51,48 @@ def items(target: Target) -> list[str]:
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """Medians of interleaved runs of both."""
-    from bench.measure.timer import CudaTimer, Sampling, interleave
-
     choice = choices()[item]
     note(f"{item}, both ways")
-    timer = CudaTimer()
-    with timer.on_stream():
-        calls = {
-            name: _call(choice, dict(options), target)
-            for name, options in (("usual", choice.usual), ("other", choice.other))
-        }
-    samples = interleave(timer, calls, Sampling(16, 64, 20.0))
-    return outcome({name: found.quantile(0.5) for name, found in samples.items()})
+    calls = {
+        name: _call(choice, dict(options), target)
+        for name, options in (("usual", choice.usual), ("other", choice.other))
+    }
+    return outcome(medians(calls, seconds, RUNS))
 
 
-def outcome(medians: dict[str, float]) -> Outcome:
+def medians(
+    calls: dict[str, Callable[[], Any]], time: Callable[[Callable[[], Any]], float], runs: int
+) -> dict[str, float]:
+    """Return the median of what `time` says of each call; rounds begin with either in turn, and
+    those of the first quarter do not count."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(runs + runs // 3):
+        names = list(calls) if number % 2 else list(reversed(calls))
+        for name in names:
+            taken = time(calls[name])
+            if number >= runs // 3:
+                found[name].append(taken)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the seconds that the GPU takes for a call."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def outcome(found: dict[str, float]) -> Outcome:
     """Return the outcome of both medians, in seconds."""
-    ratio = medians["usual"] / medians["other"]
+    ratio = found["usual"] / found["other"]
     text = (
-        f"usual {1e6 * medians['usual']:.1f} us, other {1e6 * medians['other']:.1f} us: "
+        f"usual {1e6 * found['usual']:.1f} us, other {1e6 * found['other']:.1f} us: "
         f"the other is {ratio:.3f} times as fast"
     )
     return Outcome("measured", text, {"ratio": round(ratio, 4)})

@@ -24,7 +24,6 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
 from ...schedulers.carried import Carried
-from ...schedulers.dynamic import fence_to_async_proxy
 from ..limits import WARP_SIZE
 
 __all__ = [
@@ -83,6 +82,7 @@ class Signal(enum.Enum):
 TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA, Signal.TMA_BOTH)
 COMMIT_SIGNALS = (Signal.COMMIT_PAIR, Signal.COMMIT_CTA)
 PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
+TO_ASYNC = {"from_proxy": nvvm.ProxyKind.GENERIC, "to_proxy": nvvm.ProxyKind.async_}
 
 
 class RingState(Carried):
@@ -314,24 +314,21 @@ class Barrier(SharedByReference):
         tcgen05.wait is.
         An arrival at cluster scope is relaxed: one that releases costs a memory barrier of the
         whole GPU, several hundred clocks (sm100_sim/docs/facts.md).  An edge that hands over
-        tensor memory only has the order of the tcgen05 waits and fences (9.7.16.6.4); one that
-        hands over shared memory releases that alone, by a fence that leaves global memory out
-        (9.7.13.4).  Where the MMAs of a pair read it, that fence of all lanes is the one towards
-        the async proxy, too.
+        tensor memory only has the order of the tcgen05 waits and fences (9.7.16.6.4); one of shared
+        memory releases that alone (9.7.13.4), for a pair's MMAs together with the proxy fence.
         """
         if not is_converged:
             cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
         if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR_RELEASE):
-            fence_to_async_proxy()
+            nvvm.fence_proxy_sync_restrict(nvvm.MemOrderKind.RELEASE, **TO_ASYNC)
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.edge.signal is Signal.WARPS_BOTH):
-                nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
             if cutlass.const_expr(self.edge.signal in PAIR_SIGNALS):
                 cute.arch.mbarrier_arrive(
                     pointer, LEADER_RANK, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
                 )
             elif cutlass.const_expr(self.edge.signal is Signal.WARPS_BOTH):
+                nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
                 for rank in range(2):
                     cute.arch.mbarrier_arrive(
                         pointer, rank, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
