@@ -269,8 +269,10 @@ def test_clc_is_in_the_compiled_kernel():
     assert _starting(counts, "clusterlaunchcontrol.query_cancel.is_canceled") == 2
     assert _starting(counts, "clusterlaunchcontrol.query_cancel.get_first_ctaid") == 2
     assert counts["ld.shared.b128"] == 2, "one 128-bit load a response"
-    assert counts["fence.proxy.async.shared::cta"] == 2
-    assert counts["fence.release.sync_restrict::shared::cta.cluster"] == 2
+    # One fence for the read of the response and for the release of shared memory.
+    assert counts["fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster"] == 2
+    assert counts["fence.proxy.async.shared::cta"] == 0
+    assert _starting(counts, "fence.release") == 0
     assert counts["mbarrier.arrive.relaxed.cluster.shared::cluster.b64"] == 2
     assert _starting(counts, "mbarrier.arrive.release.cluster") == 0
     assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
