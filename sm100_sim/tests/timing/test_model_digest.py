@@ -42,6 +42,7 @@ def copy(tmp_path):
         ("isa/arithmetic/integer.py", '"add"', '"plus"', False),
     ],
 )
+@pytest.mark.sampled("timing/replaying/engine.py*", "isa/arithmetic/*")
 def test_what_changes_it(copy, name, before, after, same):
     edit, digest = copy
     first = digest()
