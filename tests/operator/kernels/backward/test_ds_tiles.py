@@ -1,4 +1,5 @@
-"""dS in tiles: where an element lies, which tiles a call has, and what their numbers are."""
+"""dS in tiles: where an element lies, which tiles a call has, what their numbers are, and the order
+in which the products read them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from fa4_hd256.kernels.backward.ds_tiles import (
     first_unit,
     tile_strides,
 )
+from fa4_hd256.kernels.backward.gemm_order import GemmOrder
 from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.kernels.mask.windows import Reach
 
@@ -158,3 +160,15 @@ def test_sequences_of_any_lengths_have_room():
 )
 def test_units(longest, window, sequences, packed, expected):
     assert ds_units(longest, window, sequences, packed) == expected
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 16, 33, 34, 64])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_tiles_that_share_ds_are_at_work_at_once(blocks, heads):
+    """One more part would begin when others of it are done."""
+    order = GemmOrder.of(256 * blocks, 256 * blocks, heads, MaskKind(False, False))
+    take_turns = {number for number in range(order.num_tiles) if order.tile(number)[2] == 0}
+    parts = order.parts_at_once(66)
+    assert parts == 1 or parts * len(take_turns) <= 66
+    assert (parts + 1) * len(take_turns) > 66 or heads == 1
+    assert order.parts_at_last(66) * len(take_turns) >= 66

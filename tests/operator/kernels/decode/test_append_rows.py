@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from appended_rows import AppendTensors, run_append
-from e4m3_cases import E4M3, codes, scales
+from e4m3_cases import E4M3
 from paged_cases import int32, offsets
 from replays import copied, forget
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES
+from fa4_hd256.kernels.problem_class import OF_PAGES
 from fa4_hd256.kernels.small.append_rows import AppendClass
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
@@ -109,50 +109,6 @@ def test_rows_that_have_no_place_are_not_written(device):
     check(*caches_and_rows(3, 8, 2, (3, 3), device=device), [6, -2, 1 << 30], [3] * 3)
     table = [[1, 2], [9, 0], [-1, 3]]
     check(*caches_and_rows(4, 16, 1, (3, 9), device=device), [27, 9, -1], [9] * 3, table)
-
-
-def test_of_a_layout(device):
-    """K and V in one tensor, heads before rows."""
-    both = torch.randn(4, 2, 3, 16, 256).bfloat16().to(device)
-    caches = [t.transpose(1, 2) for t in both.unbind(1)]
-    _, new = caches_and_rows(1, 1, 3, (2, 5), device=device)
-    check(caches, new, [2, 20], [5, 5], [[3, 0], [1, 2]])
-
-
-FORMS = [("", False), (OF_SEQUENCES, False), (OF_SEQUENCES, True), (OF_PAGES, True)]
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize(("descale", "paged"), FORMS)
-@pytest.mark.sampled("sm_100a-pages-True")
-def test_rows_brought_to_e4m3(of_architecture, descale, paged):
-    """The codes that PyTorch rounds to; NaN stays NaN, what is too large becomes the largest."""
-    lengths, heads = [3, 14], 2
-    caches = [codes(4, 16, heads, 256) for _ in "kv"]
-    _, new = caches_and_rows(1, 1, heads, (2, 3))
-    new[0][0, 0, 0, :4] = torch.tensor([torch.nan, torch.inf, -1e5, 448.0])
-    table = [[2, 3], [1, 0]] if paged else None
-    given = scales(4 if descale == OF_PAGES else 2, heads) if descale else (None, None)
-    if not paged:
-        caches = [cache[:2] for cache in caches]
-    wanted = [cache.clone() for cache in caches]
-    of_rows = list(places(lengths, [3, 3], caches[0], table))
-    for cache, rows, scale in zip(wanted, new, given, strict=True):
-        for number, place in enumerate(of_rows):
-            if place is None:
-                continue
-            values = rows.flatten(0, 1)[number].float()
-            if descale:
-                values = values / scale[place[0] if descale == OF_PAGES else number // 3][:, None]
-            cache[place] = values.clamp(-448, 448).to(E4M3)
-    run_append(
-        AppendTensors(*new, *caches, int32(lengths), int32(table) if paged else None, None, *given),
-        descale,
-    )
-    for cache, expected in zip(caches, wanted, strict=True):
-        is_nan = expected.isnan()
-        assert torch.equal(cache.isnan(), is_nan)
-        assert torch.equal(bits(cache)[~is_nan], bits(expected)[~is_nan])
 
 
 def test_without_rows_nothing_is_launched(device):
