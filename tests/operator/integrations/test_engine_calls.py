@@ -184,26 +184,6 @@ def test_vllm_with_sinks(device):
     batch.accurate(batch.out, k, v, causal=True, learnable_sink=sink)
 
 
-@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
-def test_queries_in_e4m3(device, engine):
-    """Queries in e4m3 are read with their scale, and those in bfloat16 without one."""
-    batch = Batch(device, [9, 20], [9, 20])
-    given = {
-        "cu_seqlens_q": offsets(batch.queries, device), "max_seqlen_q": 20,
-        "cu_seqlens_k": offsets(batch.keys, device), "max_seqlen_k": 20, "causal": True,
-        "num_splits": 1,
-    }  # fmt: skip
-    both = [batch.both(29, 2, 256) for _ in "kv"]
-    codes = dict(zip("qkv", (x.to(torch.float8_e4m3fn) for x in (batch.q, *both)), strict=True))
-    scales = {f"{x}_descale": torch.full((2, 2), 0.5, device=device) for x in "qkv"}
-    exact = interface.flash_attn_varlen_func(**given, **codes, **scales)
-    engine.flash_attn_varlen_func(**given, **codes, **scales, out=batch.out)
-    assert torch.equal(batch.out, exact)
-    plain = dict(zip("qkv", (batch.q, *both), strict=True))
-    exact = interface.flash_attn_varlen_func(**given, **plain)
-    assert torch.equal(engine.flash_attn_varlen_func(**given, **plain, **scales), exact)
-
-
 def slopes_of(heads, device):
     return torch.tensor([2.0 ** -(1 + n) for n in range(heads)], device=device)
 
@@ -533,6 +513,25 @@ def test_what_sglang_hands_on(site, handed_on):
     if not has_cache:
         expected.setdefault("num_splits", 1)
     same(found, expected)
+
+
+@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
+def test_scales_of_queries(engine, handed_on):
+    """Queries in e4m3 are read with their scale, and those in bfloat16 without one."""
+    batch = Batch("cpu", [9, 20], [9, 20])
+    given = {
+        "cu_seqlens_q": offsets(batch.queries, "cpu"), "max_seqlen_q": 20,
+        "cu_seqlens_k": offsets(batch.keys, "cpu"), "max_seqlen_k": 20, "causal": True,
+        "out": batch.out,
+    }  # fmt: skip
+    plain = dict(zip("qkv", (batch.q, *(batch.both(29, 2, 256) for _ in "kv")), strict=True))
+    codes = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in plain.items()}
+    scales = {f"{name}_descale": torch.full((2, 2), 0.5) for name in "qkv"}
+    for tensors, expected in ((codes, scales), (plain, dict.fromkeys(scales))):
+        engine.flash_attn_varlen_func(**given, **tensors, **scales)
+        _, found = handed_on[-1]
+        for name, scale in expected.items():
+            assert found.get(name) is scale or torch.equal(found[name], scale)
 
 
 def test_an_out_that_kernels_cannot_write_is_copied_to(handed_on):

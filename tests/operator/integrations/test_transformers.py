@@ -533,7 +533,7 @@ def test_float32_weights_under_autocast(device):
 
 
 @pytest.mark.parametrize("kind", ["counted later", "offsets", "images"])
-@pytest.mark.sampled("images")
+@pytest.mark.sampled
 def test_training_step_in_one_graph(device, kind):
     """Padding-free batches and masks by tiles under torch.compile, with their gradients. All layers
     are of one kind, which halves the kernels; `test_one_graph` has both kinds, without kernels."""

@@ -19,13 +19,13 @@ from fa4_hd256.run.plan import PlanBuilder
 
 def small(device, **options):
     """Return q, k, v that require gradients."""
-    tensors = inputs((9, 20), device=device, **options)
+    tensors = inputs((4, 20), device=device, **options)
     return tuple(tensor.requires_grad_() for tensor in tensors)
 
 
 def test_opcheck_of_the_backward(device):
     operator = torch.ops.fa4_hd256.backward.default
-    q, k, v = inputs((9, 20), device=device)
+    q, k, v = inputs((4, 20), device=device)
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     of_rows = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     given = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
@@ -79,7 +79,7 @@ def test_only_what_is_asked_for_is_computed(asked, kernels, device):
         "q": alone["q"], "k": [*alone["kv"], SUM], "v": [*alone["kv"], SUM],
         "qv": ["backward_dv", "backward_products", SUM], "s": [],
     }[asked]  # fmt: skip
-    named = dict(zip("qkvs", (*inputs((9, 20), device=device), torch.randn(2, device=device))))
+    named = dict(zip("qkvs", (*inputs((4, 20), device=device), torch.randn(2, device=device))))
     leaves = [named[name].requires_grad_() for name in asked]
     q, k, v, sink = named.values()
     out = flash_attn_func(q, k, v, learnable_sink=sink)
@@ -164,7 +164,7 @@ def test_a_checkpointed_layer(device):
     """Recomputed in the backward: the same bits."""
     from torch.utils.checkpoint import checkpoint
 
-    tensors, found = inputs((9, 20), device=device), []
+    tensors, found = inputs((4, 20), device=device), []
     dout = torch.randn_like(tensors[0])
     for run in (flash_attn_func, lambda *t: checkpoint(flash_attn_func, *t, use_reentrant=False)):
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -204,7 +204,7 @@ def test_no_host_synchronisation(device, monkeypatch):
     q, k, v = small(device)
     used = torch.tensor([7], dtype=torch.int32, device=device)
     sink = torch.randn(2, device=device, requires_grad=True)
-    dlse = torch.randn(1, 2, 9, device=device)
+    dlse = torch.randn(1, 2, 4, device=device)
     refuse_reading(monkeypatch)
     with NoSynchronisation():
         out, lse = flash_attn_varlen_func(
@@ -230,16 +230,16 @@ def test_a_check_of_contents_would_be_noticed(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"dout": torch.zeros(1, 9, 2, 256)}, TypeError, "dout has dtype torch.float32"),
+        ({"dout": torch.zeros(1, 4, 2, 256)}, TypeError, "dout has dtype torch.float32"),
         ({"dout": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, r"dout has shape \(1, 8"),
-        ({"dlse": torch.zeros(1, 9, 2)}, ValueError, r"dlse has shape .*accepted: \(1, 2, 9\)"),
-        ({"lse": torch.zeros(1, 2, 9).double()}, TypeError, "lse has dtype torch.float64"),
+        ({"dlse": torch.zeros(1, 4, 2)}, ValueError, r"dlse has shape .*accepted: \(1, 2, 4\)"),
+        ({"lse": torch.zeros(1, 2, 4).double()}, TypeError, "lse has dtype torch.float64"),
     ],
 )
 def test_arguments_that_are_not_accepted(changes, error, message):
     """The operator itself refuses; autograd never gives it any."""
-    q, k, v = inputs((9, 20))
-    call = {"dout": q, "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(1, 2, 9), **changes}
+    q, k, v = inputs((4, 20))
+    call = {"dout": q, "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(1, 2, 4), **changes}
     with pytest.raises(error, match=message):
         torch.ops.fa4_hd256.backward(*backward_arguments(**call))
 
@@ -270,6 +270,6 @@ def test_parts_of_a_group(tiles, units, group, mean, parts):
 
 def test_results_agree_with_the_reference(device):
     """The small shape that the tests here use is right to begin with."""
-    tensors = inputs((9, 20), device=device)
+    tensors = inputs((4, 20), device=device)
     dout = torch.randn_like(tensors[0])
     accurate(gradients(tensors, dout), tensors, dout)

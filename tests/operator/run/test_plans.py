@@ -199,7 +199,7 @@ def test_a_plan_says_what_is_launched(launched):
 def test_the_launches_of_a_divided_call(launched):
     """Splits are memory of the call, and combined by a launch of their own."""
     forget()
-    flash_attn_func(*dense(3, 300), num_splits=3)
+    flash_attn_func(*dense(40, 520, (8, 1)), num_splits=3)
     (execution,) = plans._cache.executions.values()
     plan = execution.plan
     assert [launch.spec.kind for launch in plan.launches][-1] == "forward_combine"
@@ -210,7 +210,7 @@ def test_plans_hold_no_tensor(launched):
     """Neither of the call that made them, nor of one that found them."""
     tensors_, sink = dense(), torch.randn(2)
     for _ in range(2):
-        flash_attn_func(*tensors_, learnable_sink=sink)
+        flash_attn_func(*tensors_, causal=True, learnable_sink=sink)
     seen = [weakref.ref(tensor) for tensor in (*tensors_, sink)]
     del tensors_, sink
     gc.collect()
