@@ -197,7 +197,6 @@ def profile(parser: argparse.ArgumentParser) -> None:
 def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="with results of other commands (--json FILE)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/report.html")
-    add_output_options(parser)
 
 
 def schedulers(parser: argparse.ArgumentParser) -> None:

@@ -6,5 +6,3 @@ from __future__ import annotations
 #: (148 SMs at 1.86 GHz give the 2250 TFLOPS of the data sheet), half of that on SM90.
 FLOP_PER_CLOCK = {(9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
 SM100_FLOP_PER_CLOCK = FLOP_PER_CLOCK[10, 0]
-#: Dense bf16, from the data sheet of a B200.
-B200_TFLOPS = 2250.0

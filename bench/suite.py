@@ -133,7 +133,8 @@ def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | 
     return int(np.maximum(np.clip(last, 0, seqlen_k) - first, 0).sum())
 
 
-def _equal(batch: int, seqlen: int, seqlen_k: int | None = None) -> tuple[tuple[int, int], ...]:
+def equal(batch: int, seqlen: int, seqlen_k: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Return the lengths of a batch of equal sequences, with as many keys unless given."""
     return ((seqlen, seqlen if seqlen_k is None else seqlen_k),) * batch
 
 
@@ -142,7 +143,7 @@ def _dense() -> Iterator[Case]:
         for causal in (False, True):
             for seqlen in SEQLENS:
                 batch = max(1, TOKENS // seqlen)
-                yield Case("dense", _equal(batch, seqlen), heads, heads_kv, causal)
+                yield Case("dense", equal(batch, seqlen), heads, heads_kv, causal)
 
 
 def ragged_lengths(
@@ -156,34 +157,34 @@ def ragged_lengths(
 
 def _varlen() -> Iterator[Case]:
     for batch, seqlen in ((16, 1024), (4, 4096), (2, 8192), (1, 16384)):
-        yield Case("varlen", _equal(batch, seqlen), 16, 2, True, packed=True)
+        yield Case("varlen", equal(batch, seqlen), 16, 2, True, packed=True)
     # A training batch of documents, and many sequences; the longest sets the grid.
     for count, longest in ((8, 8192), (64, 4096)):
         yield Case("varlen", ragged_lengths(count, longest), 16, 2, True, packed=True)
     for count in (2048, 8192):
-        yield Case("varlen", _equal(count, 34), 16, 2, True, packed=True)
+        yield Case("varlen", equal(count, 34), 16, 2, True, packed=True)
 
 
 def _windows() -> Iterator[Case]:
     heads = GEMMA_HEADS
-    yield Case("window", _equal(1, 65536), *heads, True, (1023, None))
+    yield Case("window", equal(1, 65536), *heads, True, (1023, None))
     for left in (512, 1024, 4096):
         for seqlen in (4096, 8192, 16384, 32768):
-            yield Case("window", _equal(TOKENS // seqlen, seqlen), *heads, True, (left, None))
+            yield Case("window", equal(TOKENS // seqlen, seqlen), *heads, True, (left, None))
     # Gemma 2: alternate layers with a window, softcap 50.
-    yield Case("window", _equal(4, 8192), *heads, True, (4096, None), 50.0)
+    yield Case("window", equal(4, 8192), *heads, True, (4096, None), 50.0)
 
 
 def _few_kv_heads() -> Iterator[Case]:
     for seqlen in (2048, 4096, 8192, 16384, 32768):
-        yield Case("few KV heads", _equal(1, seqlen), 32, 2, True)
+        yield Case("few KV heads", equal(1, seqlen), 32, 2, True)
 
 
 def _unequal() -> Iterator[Case]:
     for lengths in ((1, 2048), (64, 1), (128, 4096), (255, 256), (512, 4096)):
         # Causal rows of (64, 1) but the last see nothing; both masks are defined.
         for causal in (False, True):
-            yield Case("unequal", _equal(8, *lengths), 16, 2, causal)
+            yield Case("unequal", equal(8, *lengths), 16, 2, causal)
 
 
 def _h200_dense() -> Iterator[Case]:
@@ -191,19 +192,19 @@ def _h200_dense() -> Iterator[Case]:
         for causal in (True, False):
             for seqlen in H200_SEQLENS:
                 batch = H200_TOKENS // seqlen
-                yield Case("dense", _equal(batch, seqlen), heads, heads_kv, causal)
+                yield Case("dense", equal(batch, seqlen), heads, heads_kv, causal)
 
 
 def _h200_window() -> Iterator[Case]:
     for left, seqlen in ((511, 4096), (1023, 4096), (1023, 16384), (4095, 16384)):
         for heads_kv in (16, 2):
-            lengths = _equal(H200_TOKENS // seqlen, seqlen)
+            lengths = equal(H200_TOKENS // seqlen, seqlen)
             yield Case("window", lengths, 16, heads_kv, True, (left, None))
 
 
 def _h200_varlen() -> Iterator[Case]:
     for heads_kv in (16, 2):
-        yield Case("varlen", _equal(16, 1024), 16, heads_kv, True, packed=True)
+        yield Case("varlen", equal(16, 1024), 16, heads_kv, True, packed=True)
         for count, longest in ((8, 8192), (64, 4096)):
             lengths = ragged_lengths(count, longest)
             yield Case("varlen", lengths, 16, heads_kv, True, packed=True)
@@ -211,13 +212,13 @@ def _h200_varlen() -> Iterator[Case]:
 
 def _head_groups() -> Iterator[Case]:
     for heads, heads_kv in ((32, 2), (24, 4), (40, 8), (12, 4), (8, 8)):
-        yield Case("head groups", _equal(4, 4096), heads, heads_kv, True)
+        yield Case("head groups", equal(4, 4096), heads, heads_kv, True)
 
 
 def _mha() -> Iterator[Case]:
     for heads in MHA_HEADS:
         for seqlen in (4096, 8192):
-            yield Case("mha", _equal(1, seqlen), heads, heads, True)
+            yield Case("mha", equal(1, seqlen), heads, heads, True)
     for heads in MHA_HEADS:
         for lengths in MHA_BATCHES:
             yield Case("mha", lengths, heads, heads, True, packed=True)
@@ -226,15 +227,15 @@ def _mha() -> Iterator[Case]:
 def _prompts() -> Iterator[Case]:
     for heads in (16, 8, 4):
         for seqlen in (2048, 8192, 32768):
-            yield Case("prompts", _equal(1, seqlen), heads, 1, True)
+            yield Case("prompts", equal(1, seqlen), heads, 1, True)
         for queries in (512, 1024):
             for keys in (65536, 131072):
-                yield Case("prompts", _equal(1, queries, keys), heads, 1, True)
+                yield Case("prompts", equal(1, queries, keys), heads, 1, True)
 
 
 def _chunked_prefill() -> Iterator[Case]:
     for heads in (16, 8, 4):
-        yield Case("chunked prefill", _equal(1, 512, 65536), heads, 1, True)
+        yield Case("chunked prefill", equal(1, 512, 65536), heads, 1, True)
 
 
 def _decode() -> Iterator[Case]:
@@ -243,7 +244,7 @@ def _decode() -> Iterator[Case]:
         (128, 131072, 32, 2),
     ):  # fmt: skip
         for queries in (1, 2, 4):
-            yield Case("decode", _equal(batch, queries, keys), heads, heads_kv, False)
+            yield Case("decode", equal(batch, queries, keys), heads, heads_kv, False)
 
 
 GROUPS = {

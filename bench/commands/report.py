@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.tables.plots import draw_panels
-from bench.tables.results import emit, read_json
-from bench.tables.table import BASES, BASIS, MACHINE, Column, Plot, Table
+from bench.tables.results import read_json
+from bench.tables.table import BASIS, MACHINE, Column, Table
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem;
@@ -65,7 +64,7 @@ def collect(directory: Path) -> Found:
     if not tables:
         raise ValueError(
             f"{directory} holds no result; write some there, for example with "
-            f"`python -m lab timing --json {directory}/timing.json`"
+            f"`python -m bench throughput --json {directory}/throughput.json`"
         )
     return Found(tables, others)
 
@@ -152,28 +151,12 @@ def _cell(column: Column, value: object) -> str:
     return f"<td{kind}>{html.escape(column.cell(value))}</td>"
 
 
-def summary(found: Found) -> Table:
-    """Summarise the page: a row for each table and basis."""
-    rows = []
-    for name, table in found.tables:
-        counted = Counter((row[BASIS], row[MACHINE]) for row in table.rows)
-        for basis, machine in sorted(counted, key=lambda key: (BASES.index(key[0]), key[1])):
-            rows.append(
-                {
-                    "file": name, "command": table.command, "title": table.title,
-                    "rows": counted[basis, machine], BASIS: basis, MACHINE: machine,
-                }
-            )  # fmt: skip
-    columns = Column("file"), Column("command"), Column("title"), Column("rows")
-    notes = tuple(f"{name} is left out: {reason}." for name, reason in found.others.items())
-    plot = Plot("file", "rows", series="basis")
-    return Table("report", "Results in the page", columns, rows, notes, plot)
-
-
 def main(arguments: argparse.Namespace) -> int:
+    """Write the page, and say where it is and what it leaves out."""
     found = collect(arguments.directory)
     target = arguments.output or arguments.directory / "report.html"
     target.write_text(page(found))
-    emit(summary(found), arguments)
-    print(f"page: {target}")
+    for name, reason in found.others.items():
+        print(f"{name} is left out: {reason}")
+    print(f"page: {target}, {len(found.tables)} tables")
     return 0

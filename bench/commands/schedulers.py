@@ -22,7 +22,7 @@ from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.modelled import modelled
-from bench.suite import FORWARD, Case, ragged_lengths
+from bench.suite import FORWARD, Case, equal, ragged_lengths
 from bench.tables.comparison import RESOLUTION
 from bench.tables.ready import ready
 from bench.tables.results import emit
@@ -32,26 +32,22 @@ from fa4_hd256.schedulers.choice import VARIABLE
 STATIC, CLC = "static", "CLC"
 
 
-def _equal(batch: int, seqlen: int) -> tuple[tuple[int, int], ...]:
-    return ((seqlen, seqlen),) * batch
-
-
 def default_cases() -> list[Case]:
     """Return the cases where the choice may matter: equal and unequal tiles, few and many of
     them."""
     gemma, qwen = (8, 4), (16, 2)
     return [
-        *(Case("dense", _equal(b, s), *qwen, False) for b, s in ((4, 4096), (1, 8192))),
+        *(Case("dense", equal(b, s), *qwen, False) for b, s in ((4, 4096), (1, 8192))),
         # 17 query blocks per head: a last wave that is nearly empty.
-        Case("dense", _equal(1, 4352), *qwen, False),
+        Case("dense", equal(1, 4352), *qwen, False),
         *(
-            Case("causal", _equal(b, s), *qwen, True)
+            Case("causal", equal(b, s), *qwen, True)
             for b, s in ((16, 1024), (4, 4096), (2, 8192), (1, 16384), (1, 32768))
         ),
-        Case("window", _equal(8, 4096), *gemma, True, (512, None)),
-        Case("window", _equal(1, 65536), *gemma, True, (1023, None)),
+        Case("window", equal(8, 4096), *gemma, True, (512, None)),
+        Case("window", equal(1, 65536), *gemma, True, (1023, None)),
         *(
-            Case("varlen", _equal(b, s), *qwen, True, packed=True)
+            Case("varlen", equal(b, s), *qwen, True, packed=True)
             for b, s in ((16, 1024), (4, 4096), (2048, 34))
         ),
         *(

@@ -1,20 +1,10 @@
-"""Machines of rows that are modelled or read from compiled code."""
+"""Machines of rows that are modelled."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from typing import Any
-
-
-def compiler_machine() -> str:
-    """Name the `machine` of figures read from compiled code."""
-    from fa4_hd256.architectures import ARCHITECTURES
-    from fa4_hd256.gpus.family import target
-
-    of = target(ARCHITECTURES[0])
-    return f"{of}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
 
 
 def modelled_machine(machine: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
+from bench.suite import BACKWARD, FORWARD, Case, equal, ragged_lengths
 from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig, progress
 from fa4_hd256.call.division import splits_for
@@ -83,10 +83,6 @@ class Choice:
     decide: Callable[[Case, Predictor], Decided]
 
 
-def _equal(batch: int, seqlen: int, keys: int | None = None) -> tuple[tuple[int, int], ...]:
-    return ((seqlen, keys or seqlen),) * batch
-
-
 GEMMA, QWEN, MANY = (8, 4), (16, 2), (8, 8)
 
 
@@ -94,13 +90,13 @@ def unequal_cases() -> list[Case]:
     """Tiles of different length: causal, windowed, packed, ragged; few and many of them."""
     return [
         *(
-            Case("causal", _equal(b, s), *heads, True)
+            Case("causal", equal(b, s), *heads, True)
             for heads in (QWEN, MANY)
             for b, s in ((16, 1024), (4, 4096), (2, 8192), (1, 16384), (1, 32768))
         ),
-        *(Case("few KV heads", _equal(1, s), 32, 2, True) for s in (2048, 8192)),
-        Case("window", _equal(8, 4096), *GEMMA, True, (512, None)),
-        Case("window", _equal(1, 65536), *GEMMA, True, (1023, None)),
+        *(Case("few KV heads", equal(1, s), 32, 2, True) for s in (2048, 8192)),
+        Case("window", equal(8, 4096), *GEMMA, True, (512, None)),
+        Case("window", equal(1, 65536), *GEMMA, True, (1023, None)),
         *(
             Case("ragged", ragged_lengths(count, longest, seed), *QWEN, causal, packed=True)
             for count, longest, seed in (
@@ -120,14 +116,14 @@ def all_cases() -> list[Case]:
     return [
         *unequal_cases(),
         *(
-            Case("full", _equal(b, s), *heads, False)
+            Case("full", equal(b, s), *heads, False)
             for heads in (QWEN, MANY)
             for b, s in ((16, 1024), (4, 4096), (1, 16384))
         ),
-        Case("full", _equal(1, 4352), *QWEN, False),
-        Case("ranges of queries", _equal(1, 65536), *MANY, False),
+        Case("full", equal(1, 4352), *QWEN, False),
+        Case("ranges of queries", equal(1, 65536), *MANY, False),
         *(
-            Case("varlen", _equal(b, s), *QWEN, True, packed=True)
+            Case("varlen", equal(b, s), *QWEN, True, packed=True)
             for b, s in ((16, 1024), (4, 4096), (2048, 34))
         ),
     ]
@@ -217,11 +213,11 @@ def split_cases() -> list[Case]:
     shapes += [(8, 128, 4096), (2, 1024, 8192)]
     return [
         *(
-            Case("decoding" if q == 1 else "chunk", _equal(b, q, keys), *QWEN, True)
+            Case("decoding" if q == 1 else "chunk", equal(b, q, keys), *QWEN, True)
             for b, q, keys in shapes
         ),
-        *(Case("decoding", _equal(b, 1, 8192), 32, 2, True) for b in (1, 16, 32)),
-        Case("window", _equal(1, 1, 65536), *GEMMA, True, (1023, None)),
+        *(Case("decoding", equal(b, 1, 8192), 32, 2, True) for b in (1, 16, 32)),
+        Case("window", equal(1, 1, 65536), *GEMMA, True, (1023, None)),
     ]
 
 
@@ -253,9 +249,9 @@ def _splits(case: Case, predictor: Predictor) -> Decided:
 def stage_cases() -> list[Case]:
     """A few of each kind of kernel."""
     return [
-        Case("full", _equal(4, 4096), *QWEN, False),
-        *(Case("causal", _equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
-        Case("window", _equal(8, 4096), *GEMMA, True, (512, None)),
+        Case("full", equal(4, 4096), *QWEN, False),
+        *(Case("causal", equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
+        Case("window", equal(8, 4096), *GEMMA, True, (512, None)),
     ]
 
 
@@ -282,10 +278,10 @@ def _stages(case: Case, predictor: Predictor, direction: str) -> Decided:
 def mix_cases() -> list[Case]:
     """Return cases of each kind of kernel whose softmax differs."""
     return [
-        Case("full", _equal(4, 4096), *QWEN, False),
-        *(Case("causal", _equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
+        Case("full", equal(4, 4096), *QWEN, False),
+        *(Case("causal", equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
         *(
-            Case("softcap", _equal(4, 4096), *GEMMA, causal, softcap=50.0)
+            Case("softcap", equal(4, 4096), *GEMMA, causal, softcap=50.0)
             for causal in (False, True)
         ),
     ]
@@ -356,8 +352,8 @@ def grouped_cases() -> list[Case]:
         (1, 8192, False), (4, 2048, True), (8, 1024, True),
     ]  # fmt: skip
     return [
-        *(Case("grouped", _equal(b, s), *of, causal) for of in heads for b, s, causal in shapes),
-        Case("window", _equal(1, 8192), *QWEN, True, (1023, None)),
+        *(Case("grouped", equal(b, s), *of, causal) for of in heads for b, s, causal in shapes),
+        Case("window", equal(1, 8192), *QWEN, True, (1023, None)),
         Case("ragged", ragged_lengths(8, 4096), *QWEN, True, packed=True),
     ]
 
@@ -400,14 +396,10 @@ def memory_cases() -> list[Case]:
     """Return cases whose dS is larger than the smaller candidates."""
     shapes = ((2, 16384), (1, 32768), (1, 65536), (1, 131072))
     return [
-        *(
-            Case("dense", _equal(b, s), *MANY, causal)
-            for causal in (False, True)
-            for b, s in shapes
-        ),
-        *(Case("few KV heads", _equal(1, s), 32, 2, True) for s in (16384, 32768)),
-        *(Case("full", _equal(1, 32768), *heads, False) for heads in (QWEN, (24, 4), (16, 16))),
-        Case("full", _equal(1, 49152), *MANY, False),
+        *(Case("dense", equal(b, s), *MANY, causal) for causal in (False, True) for b, s in shapes),
+        *(Case("few KV heads", equal(1, s), 32, 2, True) for s in (16384, 32768)),
+        *(Case("full", equal(1, 32768), *heads, False) for heads in (QWEN, (24, 4), (16, 16))),
+        Case("full", equal(1, 49152), *MANY, False),
     ]
 
 
