@@ -387,8 +387,9 @@ def _report(
     config, counters = machine.config, machine.counters
     classes: dict[str, dict[str, int]] = {}
     opcodes: dict[str, dict[str, int]] = {}
-    for instruction, name, warps, lanes in machine.executed():
-        for table, key in ((classes, name), (opcodes, instruction.name)):
+    labels = machine.compiled.labels
+    for instruction, _, warps, lanes in machine.executed():
+        for table, key in zip((classes, opcodes), labels[instruction.index], strict=True):
             entry = table.setdefault(key, {"warps": 0, "lanes": 0})
             entry["warps"] += warps
             entry["lanes"] += lanes

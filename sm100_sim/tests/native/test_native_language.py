@@ -7,6 +7,7 @@ import pytest
 
 from sm100_sim.jit import engine
 from sm100_sim.jit.engine import native_engine
+from sm100_sim.native.calling import callable_of
 from sm100_sim.native.compiler import NativeError, module_text
 from sm100_sim.native.language import (
     bits_of,
@@ -26,6 +27,8 @@ from sm100_sim.native.language import (
     u16,
     u32,
     u64,
+    widen_bf16,
+    widen_f16,
 )
 
 pytestmark = pytest.mark.simulator
@@ -99,6 +102,15 @@ def bits(x: u64) -> u64:
     room[2] = trailing_zeros(x)
     copy(room + 3, room + 1, 8)
     return room[0] + room[3] * 100 + room[2]
+
+
+@native
+def widened(target: ptr[f32], source: ptr[u16], count: u64, bf16: u32) -> None:
+    for i in range(count):
+        if bf16 == 1:
+            widen_bf16(target + i * 8, source + i * 8)
+        else:
+            widen_f16(target + i * 8, source + i * 8)
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +214,12 @@ def test_a_cpu_without_half_precision_is_refused(monkeypatch):
     monkeypatch.setattr(engine.llvm, "get_host_cpu_features", lambda: features)
     with pytest.raises(RuntimeError, match="F16C.*for a virtual machine choose a CPU model"):
         engine.host.__wrapped__()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_eight_elements_widen_exactly(bf16):
+    halves, out = np.arange(1 << 16, dtype=np.uint16), np.empty(1 << 16, np.float32)
+    callable_of(widened)(out.ctypes.data, halves.ctypes.data, len(out) // 8, bf16)
+    bits = (halves.astype(np.uint32) << 16).view(np.float32)
+    expected = bits if bf16 else halves.view(np.float16).astype(np.float32)
+    assert np.array_equal(out, expected, equal_nan=True)

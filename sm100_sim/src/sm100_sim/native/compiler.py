@@ -574,6 +574,19 @@ class _Routine:
         kind: Any = f32 if value.type.kind in _INTEGER else Scalar("i32", 32, "unsigned")
         return Value(kind, self.name(f"bitcast {value.type.llvm} {value.text} to {kind.llvm}"))
 
+    def call_widen_bf16(self, target: ast.expr, source: ast.expr) -> Value:
+        raw = self.name(f"load <8 x i16>, ptr {self.value(source).text}, align 2")
+        wide = self.name(f"zext <8 x i16> {raw} to <8 x i32>")
+        words = self.name(f"shl <8 x i32> {wide}, <{', '.join(['i32 16'] * 8)}>")
+        self.emit(f"store <8 x i32> {words}, ptr {self.value(target).text}, align 4")
+        return Value(None, 0)
+
+    def call_widen_f16(self, target: ast.expr, source: ast.expr) -> Value:
+        raw = self.name(f"load <8 x half>, ptr {self.value(source).text}, align 2")
+        wide = self.name(f"fpext <8 x half> {raw} to <8 x float>")
+        self.emit(f"store <8 x float> {wide}, ptr {self.value(target).text}, align 4")
+        return Value(None, 0)
+
     def call_half_to_float(self, node: ast.expr) -> Value:
         half = self.name(f"bitcast i16 {self.value(node).text} to half")
         return Value(f32, self.name(f"fpext half {half} to float"))

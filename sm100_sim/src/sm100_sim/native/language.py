@@ -171,3 +171,5 @@ invoke = _only_native
 cycles = _only_native
 #: bits_of(f32 or u32): the same bits as the other type; half_to_float(u16): exact widening.
 bits_of = half_to_float = _only_native
+#: widen_bf16(target: ptr[f32], source: ptr[u16]) and widen_f16: exact widening of 8 elements.
+widen_bf16 = widen_f16 = _only_native

@@ -20,12 +20,15 @@ from .language import (
     invoke,
     native,
     ptr,
-    trailing_zeros,
+    stack,
     u16,
     u32,
     u64,
+    widen_bf16,
+    widen_f16,
 )
 from .layout import CHAIN_LIMIT, Chain, Context, Cta, Operation
+from .operand_layout import LAYOUT, LEADING, SPAN, STRIDE, chunk_at, read_layout
 from .operands import DONE, PYTHON, operand
 
 #: Context.chain_length while Python has the chain of the warp (`tmem.Tmem.open_chains`).
@@ -43,6 +46,9 @@ SGEMM = Signature(
     (i32, i32, i32, i32, i32, i32, f32, ptr[f32], i32, ptr[f32], i32, f32, ptr[f32], i32),
 )
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
+#: Up to this K, which no BLAS divides, a product is added to D as a whole: the bits are those of a
+#: sum that follows. A longer one may be added part by part.
+ADDED_AT_ONCE = 128
 
 
 @native
@@ -66,34 +72,9 @@ def instruction_is_covered(raw: u32, group: u32, a_in_tmem: u32) -> boolean:
 def widen(out: ptr[f32], source: ptr[u16], bf16: u32) -> None:
     """Eight bf16 or f16 elements to float32."""
     if bf16 == 1:
-        words = ptr[u32](out)
-        for i in range(8):
-            words[i] = u32(source[i]) << 16
+        widen_bf16(out, source)
     else:
-        for i in range(8):
-            out[i] = half_to_float(source[i])
-
-
-@native
-def swizzled(address: u64, mode: u64) -> u64:
-    """Shared address after the XOR of swizzle mode 0, 2 (128 B), 4 (64 B) or 6 (32 B)."""
-    mask: u64 = 0
-    if mode == 2:
-        mask = u64(0x70)
-    elif mode == 4:
-        mask = u64(0x30)
-    elif mode == 6:
-        mask = u64(0x10)
-    return address ^ (address >> 3 & mask)
-
-
-@native
-def atom_of(raw: u64) -> u64:
-    """Bytes of a row of the swizzle pattern."""
-    mode = raw >> 61
-    if mode == 0:
-        return 16
-    return u64(256) >> (mode >> 1)
+        widen_f16(out, source)
 
 
 @native
@@ -109,10 +90,12 @@ def operand_inside(
             return False
         start = (raws[j] & 0x3FFF) << 4
         farthest = start if start > farthest else farthest
-    atom = atom_of(first)
-    leading = (first >> 16 & 0x3FFF) << 4
-    stride = (first >> 32 & 0x3FFF) << 4
-    plain = first >> 61 == 0
+    layout = stack(u64, LAYOUT)
+    read_layout(layout, first)
+    plain = layout[SPAN] == 0
+    atom = u64(16) if plain else layout[SPAN]
+    leading = layout[LEADING]
+    stride = layout[STRIDE]
     if mn_major == 0:
         farthest += 7 * atom + ((extent >> 3) - 1) * stride + (leading if plain else u64(16))
     else:
@@ -127,20 +110,15 @@ def operand_inside(
 def gather_k_major(
     out: ptr[f32], cta: ptr[Cta], raws: ptr[u64], count: u64, extent: u64, bf16: u32
 ) -> None:
-    """float32 [extent, 16 count] of a K-major operand (`descriptors.chunk_addresses`)."""
-    first = raws[0]
-    mode = first >> 61
-    atom = atom_of(first)
-    stride = (first >> 32 & 0x3FFF) << 4
-    step = (first >> 16 & 0x3FFF) << 4 if mode == 0 else u64(16)
-    for row in range(extent):
-        place = (row & 7) * atom + (row >> 3) * stride
-        line = out + row * (count * K_STEP)
-        for j in range(count):
-            address = ((raws[j] & 0x3FFF) << 4) + place
-            target = line + j * K_STEP
-            widen(target, ptr[u16](cta.smem + swizzled(address, mode)), bf16)
-            widen(target + 8, ptr[u16](cta.smem + swizzled(address + step, mode)), bf16)
+    """float32 [extent, 16 count] of a K-major operand."""
+    layout = stack(u64, LAYOUT)
+    for j in range(count):
+        read_layout(layout, raws[j])
+        for row in range(extent):
+            target = out + (row * count + j) * K_STEP
+            for half in range(2):
+                source = ptr[u16](cta.smem + chunk_at(layout, u32(0), row, half))
+                widen(target + half * 8, source, bf16)
 
 
 @native
@@ -148,23 +126,13 @@ def gather_mn_major(
     out: ptr[f32], width: u64, cta: ptr[Cta], raws: ptr[u64], count: u64, extent: u64, bf16: u32
 ) -> None:
     """float32 [16 count, extent] of an MN-major operand, into rows of `width` elements."""
-    first = raws[0]
-    mode = first >> 61
-    atom = atom_of(first)
-    leading = (first >> 16 & 0x3FFF) << 4
-    stride = (first >> 32 & 0x3FFF) << 4
-    far = stride if mode == 0 else leading
-    deep = leading if mode == 0 else stride
-    mask = (atom >> 4) - 1
-    shift = u64(trailing_zeros(atom)) - 4
+    layout = stack(u64, LAYOUT)
     for j in range(count):
-        start = (raws[j] & 0x3FFF) << 4
+        read_layout(layout, raws[j])
         for k in range(K_STEP):
-            row = start + (k & 7) * atom + (k >> 3) * deep
             line = out + (j * K_STEP + k) * width
             for chunk in range(extent >> 3):
-                address = row + (chunk & mask) * 16 + (chunk >> shift) * far
-                source = ptr[u16](cta.smem + swizzled(address, mode))
+                source = ptr[u16](cta.smem + chunk_at(layout, u32(1), k, chunk))
                 widen(line + chunk * 8, source, bf16)
 
 
@@ -190,52 +158,25 @@ def gather_tmem(out: ptr[f32], cta: ptr[Cta], addresses: ptr[u64], count: u64, b
 
 
 @native
-def multiply(c: ptr[Context], b_order: i32, a_order: i32, n: u64, k: u64, target: ptr[f32]) -> None:
-    """target (n, 128) = B @ A^T by BLAS, from the machine's scratch memory."""
+def multiply(
+    c: ptr[Context], b_order: i32, a_order: i32, n: u64, k: u64, target: ptr[f32], beta: f32
+) -> None:
+    """target (n, 128) = beta target + B @ A^T by BLAS, A and B in the machine's scratch memory."""
     m = c.cluster.machine
     ldb = k if b_order == PLAIN else n
     lda = ROWS if a_order == PLAIN else k
     one: f32 = 1.0
-    none: f32 = 0.0
     started = cycles()
     if m.wide == 1:
         invoke(
-            SGEMM_WIDE,
-            m.product,
-            ROW_MAJOR,
-            b_order,
-            a_order,
-            i64(n),
-            i64(ROWS),
-            i64(k),
-            one,
-            m.values_b,
-            i64(ldb),
-            m.values_a,
-            i64(lda),
-            none,
-            target,
-            i64(ROWS),
-        )
+            SGEMM_WIDE, m.product, ROW_MAJOR, b_order, a_order, i64(n), i64(ROWS), i64(k), one,
+            m.values_b, i64(ldb), m.values_a, i64(lda), beta, target, i64(ROWS),
+        )  # fmt: skip
     else:
         invoke(
-            SGEMM,
-            m.product,
-            ROW_MAJOR,
-            b_order,
-            a_order,
-            i32(n),
-            i32(ROWS),
-            i32(k),
-            one,
-            m.values_b,
-            i32(ldb),
-            m.values_a,
-            i32(lda),
-            none,
-            target,
-            i32(ROWS),
-        )
+            SGEMM, m.product, ROW_MAJOR, b_order, a_order, i32(n), i32(ROWS), i32(k), one,
+            m.values_b, i32(ldb), m.values_a, i32(lda), beta, target, i32(ROWS),
+        )  # fmt: skip
     spent = cycles() - started
     m.product_ticks += spent
     m.operand_ticks -= spent
@@ -259,11 +200,13 @@ def accumulate(c: ptr[Context], chain: ptr[Chain], cta: ptr[Cta], b_order: i32, 
     n = u64(descriptor >> 17 & 63) << 3
     target = ptr[f32](cta.tensor_memory.cells + (chain.d & 0xFFFF) * TMEM_LANES)
     if chain.accumulate == 0:
-        multiply(c, b_order, a_order, n, k, target)
-        return
-    multiply(c, b_order, a_order, n, k, m.product_space)
-    for i in range(n * ROWS):
-        target[i] = target[i] + m.product_space[i]
+        multiply(c, b_order, a_order, n, k, target, f32(0))
+    elif k <= ADDED_AT_ONCE:
+        multiply(c, b_order, a_order, n, k, target, f32(1))
+    else:
+        multiply(c, b_order, a_order, n, k, m.product_space, f32(0))
+        for i in range(n * ROWS):
+            target[i] = target[i] + m.product_space[i]
 
 
 @native

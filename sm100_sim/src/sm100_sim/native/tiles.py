@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .language import boolean, copy, i64, native, ptr, u8, u32, u64
 from .layout import TileMap
+from .operand_layout import swizzled
 
 #: Bytes that stay together in every swizzle, and that a store writes whole.
 UNIT = 16
@@ -89,14 +90,12 @@ def move_row(
     if t.swizzle == 0:
         move_part(smem + place, row, i64(0), length, low, high, t, load)
         return
-    # The swizzle XOR of 16-byte units (`isa.tensor.descriptors.swizzled`).
-    shift = u64(2) if t.atom == 32 else u64(3)
-    mask = u64(0x60) if t.atom == 32 else u64(t.swizzle) - UNIT
+    span = u64(t.swizzle)
+    atom = u64(t.atom)
     plain = low <= 0 and high >= length and (load == 0 or t.tf32 == 0)
     for unit in range(u64(length) >> 4):
         first = unit * UNIT
-        linear = place + first
-        inside = smem + (linear ^ (linear >> shift & mask))
+        inside = smem + swizzled(place + first, span, atom)
         if not plain:
             move_part(inside, row, i64(first), i64(UNIT), low, high, t, load)
         elif load == 1:

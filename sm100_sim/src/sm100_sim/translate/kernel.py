@@ -131,6 +131,11 @@ class CompiledKernel:
             self._native_table = table
         return self._native_table
 
+    @functools.cached_property
+    def labels(self) -> list[tuple[str, str]]:
+        """Statistics class and full name of each instruction."""
+        return [(row_of(i).statistics_class(i), i.name) for i in self.instructions]
+
     def executed(self, counters: KernelCounters) -> Iterator[tuple[Instruction, str, int, int]]:
         """Every instruction executed: (instruction, statistics class, warps, lanes).
 
@@ -143,10 +148,9 @@ class CompiledKernel:
                 continue
             end = block.stop + (block.terminator_instruction is not None)
             for i in range(block.start, end):
-                instruction = self.instructions[i]
                 counted = guards.get(i, (warps, lanes))
                 if counted[0]:
-                    yield instruction, row_of(instruction).statistics_class(instruction), *counted
+                    yield self.instructions[i], self.labels[i][0], *counted
 
 
 def translate(

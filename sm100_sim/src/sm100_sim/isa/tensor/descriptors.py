@@ -5,13 +5,12 @@ layouts" of tcgen05. The unit of every layout is the 16-byte chunk: T = 16 / ele
 elements that stay together whatever the swizzle, along K in a K-major operand and along M or N
 in an MN-major one.
 
-The swizzle is an XOR on *absolute* shared-memory address bits: 128 B: bits 6:4 ^= bits 9:7;
-64 B: bits 5:4 ^= bits 8:7; 32 B: bit 4 ^= bit 7; 128 B with atoms of 32 B: bits 6:5 ^= bits 8:7.
-It is its own inverse.
+Where chunks lie is computed in native code (`native.operand_layout`).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,27 +18,17 @@ from functools import lru_cache
 import numpy as np
 
 from sm100_sim.errors import SimulationError
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.operand_layout import LAYOUT, chunk_table
 
 #: Swizzle span and atom in bytes by the value of bits 61-63 of the matrix descriptor.
 _SWIZZLE_MODES = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
-#: Mask of address bits 4.. that the XOR may change, by swizzle span; the source is 3 bits up.
-SWIZZLE_MASK = {0: 0, 32: 0x10, 64: 0x30, 128: 0x70}
 #: Bytes of K that one tcgen05.mma instruction covers, for every dense kind.
 K_BYTES = 32
 
 
 class DescriptorError(SimulationError):
     """A matrix or instruction descriptor with a value the hardware does not define."""
-
-
-def swizzled(address, span: int, atom: int = 16):
-    """`address` (int or integer array, bytes) after the swizzle XOR of `span` bytes.
-
-    atom: bytes that stay together, 16, or 32 with a span of 128.
-    """
-    if atom == 32:
-        return address ^ ((address >> 2) & 0x60)
-    return address ^ ((address >> 3) & SWIZZLE_MASK[span])
 
 
 def _check(condition: bool, message: str) -> None:
@@ -142,35 +131,31 @@ def chunk_addresses(
 
     `extent`: rows of M or N in this CTA. K-major: shape (extent, 2), chunk c holds
     k = T*c .. T*c+T-1. MN-major: shape (K, extent / T), chunk j holds rows T*j .. T*j+T-1.
-    Canonical layouts: CuTe's SM100 UMMA traits, in bytes.
     """
-    d = descriptor
-    atom = d.swizzle or 16
-    if (d.atom == 32) != (mn_major and element_bytes == 4):
+    if (descriptor.atom == 32) != (mn_major and element_bytes == 4):
         raise DescriptorError(
             "the 128 B swizzle with atoms of 32 B belongs to MN-major operands of 4 bytes, and "
             f"they to it; this one is {'MN' if mn_major else 'K'}-major, {element_bytes} bytes an "
-            f"element, atoms of {d.atom} B"
+            f"element, atoms of {descriptor.atom} B"
         )
     if not mn_major:
-        rows = np.arange(extent, dtype=np.int64)[:, None]
-        chunks = np.arange(K_BYTES // 16, dtype=np.int64)[None, :]
-        step = 16 if d.swizzle else d.leading
-        offsets = rows % 8 * atom + rows // 8 * d.stride + chunks * step
-    else:
-        per_chunk = 16 // element_bytes
-        _check(
-            extent % per_chunk == 0,
-            f"an MN-major operand of {extent} rows is not a multiple of {per_chunk} elements",
-        )
-        k = np.arange(K_BYTES // element_bytes, dtype=np.int64)[:, None]
-        chunks = np.arange(extent // per_chunk, dtype=np.int64)[None, :]
-        # Without a swizzle the two strides swap their roles.
-        far, deep = (d.leading, d.stride) if d.swizzle else (d.stride, d.leading)
-        across, group = atom // 16, 4 if d.atom == 32 else 8
-        offsets = chunks % across * 16 + chunks // across * far
-        offsets = offsets + k % group * atom + k // group * deep
-    return swizzled(d.start + offsets, d.swizzle, d.atom)
+        return chunks_of(descriptor, False, extent, K_BYTES // 16)
+    per_chunk = 16 // element_bytes
+    _check(
+        extent % per_chunk == 0,
+        f"an MN-major operand of {extent} rows is not a multiple of {per_chunk} elements",
+    )
+    return chunks_of(descriptor, True, K_BYTES // element_bytes, extent // per_chunk)
+
+
+def chunks_of(d: MatrixDescriptor, mn_major: bool, lines: int, chunks: int) -> np.ndarray:
+    """SMEM byte addresses of 16-byte chunks, int64 (lines, chunks): lines are rows of a K-major
+    operand, or the k of an MN-major one."""
+    table = np.empty((lines, chunks), np.int64)
+    layout = (ctypes.c_uint64 * LAYOUT)(d.start, d.leading, d.stride, d.swizzle, d.atom)
+    where = table.ctypes.data, ctypes.addressof(layout)
+    callable_of(chunk_table)(*where, mn_major, lines, chunks)
+    return table
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from sm100_sim.state.warp import uniform
 from ..columns import Effect, Event, Recorded, Rule, Ties
 from ..shared import submit
 from ..table import effect_of, machine_op, unknown
-from .descriptors import decode_matrix, swizzled
+from .descriptors import chunks_of, decode_matrix
 from .tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
 
 
@@ -53,12 +53,9 @@ SHAPES = {
 @lru_cache(maxsize=4096)
 def source_chunks(raw: int, shape: CopyShape) -> np.ndarray:
     """16-byte chunk of shared memory for each written lane and chunk, intp (lanes, chunks)."""
-    d = decode_matrix(raw)
-    rows = np.array([row for row in shape.rows if row >= 0], dtype=np.int64)[:, None]
-    chunks = np.arange(shape.chunks, dtype=np.int64)[None, :]
-    width, step = (d.swizzle, 16) if d.swizzle else (16, d.leading)
-    offsets = rows % 8 * width + rows // 8 * d.stride + chunks * step
-    return (swizzled(d.start + offsets, d.swizzle, d.atom) >> 4).astype(np.intp)
+    rows = [row for row in shape.rows if row >= 0]
+    table = chunks_of(decode_matrix(raw), False, max(rows) + 1, shape.chunks)
+    return (table[rows] >> 4).astype(np.intp)
 
 
 def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
