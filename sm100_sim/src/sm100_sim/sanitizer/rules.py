@@ -32,8 +32,10 @@ class Rules(Protocol):
     def refuse(self, count: int) -> Exception:
         """The error for a CTA with more mbarriers than frontiers have entries for."""
 
-    def judge(self, before: Access | int, access: Access, frontier: np.ndarray, where: str) -> bool:
-        """Return True if `before` is ordered before `access`."""
+    def judge(
+        self, before: Access | int, access: Access, frontier: np.ndarray, where: str, reached: bool
+    ) -> None:
+        """Report a pair of accesses unless it is in order."""
 
     def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
         """Return True if a generic access is not visible to the async proxy, where it has to be."""

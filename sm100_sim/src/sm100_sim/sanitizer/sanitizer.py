@@ -140,36 +140,30 @@ class Sanitizer:
 
     # ------------------------------------------------------------ rules
 
-    def judge(self, before: Any, access: Access, frontier: np.ndarray, where: str) -> bool:
-        """Return True if `before`, an Access or FRESH or BARRIER, is ordered before `access`, whose
-        issuer has `frontier`; report it otherwise."""
+    def judge(
+        self, before: Any, access: Access, frontier: np.ndarray, where: str, reached: bool
+    ) -> None:
+        """Report a pair that native code does not find ordered (`tracking.check`), unless it is.
+
+        before: an Access, FRESH or BARRIER; frontier: of the issuer of `access`; reached: `before`
+        is known to be complete, but a proxy fence is missing.
+        """
         if before in (FRESH, BARRIER):
             if before == BARRIER or access.kind != "dealloc":
                 key = (access.instruction.index,) if access.instruction else ()
                 self.report(findings.unready(before, access, where), key)
-            return False
-        reached = self._reached(before, access, frontier)
-        if reached and not self.needs_fence(before, access, frontier):
-            return True
-        key = tuple(a.instruction and a.instruction.index for a in (before, access))
-        self.report(findings.race(before, access, where, reached), key)
-        return False
+        elif reached or not self._in_pipeline(before, access, frontier):
+            key = tuple(a.instruction and a.instruction.index for a in (before, access))
+            self.report(findings.race(before, access, where, reached), key)
 
-    def _reached(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
-        """Return True if completion of `before` is known; the pipelined pairs need only program
-        order."""
-        pair = before.kind, access.kind
-        if pair == ("mma", "mma") and (self.in_order or _pipelined(before.order, access.order)):
+    def _in_pipeline(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
+        """Return True if program order alone orders two accesses of tcgen05 instructions."""
+        pair, same_warp = (before.kind, access.kind), before.warp == access.warp
+        if pair == ("mma", "mma") and _pipelined(before.order, access.order):
             # One queue: MMAs of a CTA pair execute in the order in which they are issued.
             issuer = AGENTS_OF_A_WARP * before.warp + GENERIC
-            return before.warp == access.warp or int(frontier[issuer]) >= before.issued
-        if before.warp == access.warp and pair in (("ld", "st"), ("st", "st")):
-            used = pair[0] == "ld" and self.running.has_used(before.clock)
-            if self.in_order or used:
-                return True
-        if pair in (("atomic", "atomic"), ("reduced", "reduced")):
-            return True
-        return before.clock is not None and int(frontier[before.agent]) >= before.clock
+            return same_warp or int(frontier[issuer]) >= before.issued
+        return pair == ("ld", "st") and same_warp and self.running.has_used(before.clock)
 
     def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
         """Return True if a generic access is not visible to the async proxy, where it has to be."""

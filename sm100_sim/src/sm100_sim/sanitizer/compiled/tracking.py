@@ -31,7 +31,7 @@ FRESH, BARRIER, UNTRACKED = range(3)
 FIRST_STATE = 4
 
 GROW = Signature(None, (u64, u32))
-JUDGE = Signature(None, (u64, u32, u32, u64))
+JUDGE = Signature(None, (u64, u32, u32, u64, u32))
 
 
 @native
@@ -43,7 +43,8 @@ def reserve(b: ptr[BufferRecord], more: u32) -> None:
 
 @native
 def reached(s: ptr[ShadowRecord], a: ptr[AccessRow], b: ptr[AccessRow], known: ptr[i32]) -> boolean:
-    """Return True if access a is known to be complete where b is made (`Sanitizer._reached`)."""
+    """Return True if access a is known to be complete where b is made. (Pairs of tcgen05
+    instructions that the PTX ISA lists are in order besides, `Sanitizer.judge`.)"""
     if a.kind == MMA_KIND and b.kind == MMA_KIND and s.in_order == 1:
         return a.warp == b.warp or known[a.warp * AGENTS_OF_A_WARP] >= a.issued
     if b.kind == STORE_KIND and a.warp == b.warp and s.in_order == 1:
@@ -60,14 +61,15 @@ def check(s: ptr[ShadowRecord], before: i32, access: u32, known: ptr[i32]) -> No
     rows = ptr[AccessRow](s.accesses.data)
     a = rows[u32(before)]
     b = rows[access]
-    if reached(s, a, b, known):
+    ordered = reached(s, a, b, known)
+    if ordered:
         if u32(GENERIC_KINDS) >> a.kind & 1 == 0 or u32(ASYNC_KINDS) >> b.kind & 1 == 0:
             return
         if a.write == 0 and b.kind != CLC_KIND:
             return
         if known[s.agents + a.warp] >= a.issued:
             return
-    invoke(JUDGE, s.judge, u64(s), u32(before), access, u64(known))
+    invoke(JUDGE, s.judge, u64(s), u32(before), access, u64(known), u32(ordered))
 
 
 @native
@@ -129,7 +131,7 @@ def after_read(s: ptr[ShadowRecord], number: i32, access: u32, known: ptr[i32]) 
 def follow(s: ptr[ShadowRecord], number: i32, access: u32, write: u32, known: ptr[i32]) -> i32:
     """The state after `access` to granules in state `number`."""
     if number == BARRIER or number == FRESH and write == 0:
-        invoke(JUDGE, s.judge, u64(s), u32(number), access, u64(known))
+        invoke(JUDGE, s.judge, u64(s), u32(number), access, u64(known), u32(0))
         return BARRIER if number == BARRIER else i32(UNTRACKED)
     if number == FRESH:
         return after_write(s, access)

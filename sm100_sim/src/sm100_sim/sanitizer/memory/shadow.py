@@ -145,16 +145,16 @@ class AccessTable:
         return access
 
 
-Judge = Callable[[Access | int, Access, np.ndarray, str], bool]
+Judge = Callable[[Access | int, Access, np.ndarray, str, bool], None]
 
 
 class Shadow:
     """States of the granules of one memory.
 
-    plane: int32 array of state numbers, (n, m). judge(before, access, frontier, where): called for
-    conflicting pairs that native code does not find ordered, `before` an Access or one of the
-    special states' numbers; returns whether `before` is ordered before `access`. accesses: of the
-    cluster. agents: clocks of agents in a frontier of `size` numbers.
+    plane: int32 array of state numbers, (n, m). judge(before, access, frontier, where, reached):
+    called for conflicting pairs that native code does not find ordered, `before` an Access or one
+    of the special states' numbers; reached: it is known to be complete, and lacks a proxy fence.
+    accesses: of the cluster. agents: clocks of agents in a frontier of `size` numbers.
     """
 
     def __init__(
@@ -221,12 +221,12 @@ class Shadow:
         self._accesses.write_row(access)
         self.touch(region, access, frontier)
 
-    def judge(self, before: int, access: int, frontier: int) -> None:
-        """Judge a pair for native code: numbers of a special state or access and of an access, and
-        the address of a frontier."""
+    def judge(self, before: int, access: int, frontier: int, reached: bool) -> None:
+        """Judge a pair for native code: numbers of a special state or access and of an access, the
+        address of a frontier, and whether the first is known to be complete."""
         known = np.ctypeslib.as_array((ctypes.c_int32 * self._size).from_address(frontier))
         first = before if before < FIRST_STATE else self._accesses[before]
-        self._judge(first, self._accesses[access], known, self.where)
+        self._judge(first, self._accesses[access], known, self.where, reached)
 
 
 _shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
@@ -234,10 +234,10 @@ _shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary
 _failures: list[BaseException] = []
 
 
-@ctypes.CFUNCTYPE(None, c_uint64, c_uint32, c_uint32, c_uint64)
-def _judge(shadow: int, before: int, access: int, frontier: int) -> None:
+@ctypes.CFUNCTYPE(None, c_uint64, c_uint32, c_uint32, c_uint64, c_uint32)
+def _judge(shadow: int, before: int, access: int, frontier: int, reached: int) -> None:
     try:
-        _shadows[shadow].judge(before, access, frontier)
+        _shadows[shadow].judge(before, access, frontier, bool(reached))
     except BaseException as error:
         keep_failure(error)
 
