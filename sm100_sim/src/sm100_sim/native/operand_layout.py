@@ -1,4 +1,4 @@
-"""Where the 16-byte chunks of an MMA operand lie in shared memory, and the swizzle of addresses.
+"""Layout of an MMA operand in shared memory: addresses of its 16-byte chunks, and the swizzle.
 
 The layouts that matrix descriptors name (`isa.tensor.descriptors`), for MMAs in native code and in
 Python, tcgen05.cp, wgmma and the sanitizer; the swizzle, for TMA, too. Canonical layouts: CuTe's
