@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "Architecture", "named"]
-
 
 @dataclass(frozen=True, eq=False)
 class Architecture:

@@ -35,8 +35,6 @@ from .ops.operators import WRITTEN, forward_kvcache
 from .run.append import plan_cache
 from .score_mods import ScoreMod
 
-__all__ = ["flash_attn_with_kvcache"]
-
 #: Arguments that may require gradients, which there are none of.
 _DIFFERENTIABLE = (
     "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",

@@ -23,8 +23,6 @@ from .gpus.devices import gpu_of, is_captured
 from .kernels.problem_class import KV_DTYPES
 from .words import shown
 
-__all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]
-
 
 def get_scheduler_metadata(  # noqa: PLR0913
     cache_seqlens: torch.Tensor,

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from .words import shown
 
-__all__ = ["CAUSAL", "FULL", "MODELS", "AttentionModel", "Mask", "local", "model_named"]
-
 
 @dataclass(frozen=True)
 class Mask:

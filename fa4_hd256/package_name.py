@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import sys
 
-__all__ = ["NAME", "NAMESPACE", "canonical", "is_of_package", "loaded", "package_version"]
-
 #: The name under which this copy is in `sys.modules`.
 NAME = __name__.rpartition(".")[0]
 

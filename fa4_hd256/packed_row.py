@@ -35,8 +35,6 @@ from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows
 from .score_mods import ScoreMod
 
-__all__ = ["PackedRow", "packed_row"]
-
 
 class PackedRow(NamedTuple):
     """Arguments of `flash_attn_func` for the row: tensors with a batch of 1; the call's mask and

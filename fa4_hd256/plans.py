@@ -60,11 +60,6 @@ from .private_torch import is_profiled, tensor_guard
 from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
 
-__all__ = [
-    "LARGEST", "Kind", "call_fields", "facts_of", "find", "forget_plans", "key_of",
-    "launched_by", "repeats", "resolve_fields", "run", "within",
-]  # fmt: skip
-
 #: Tensors of a call in the order of its arguments, None for one that is not given.
 Tensors = Sequence[torch.Tensor | None]
 

@@ -11,13 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "DispatchKey", "TransformType", "current_device", "current_stream", "dispatch_modes",
-    "excluding", "function_modes", "is_any_autocast", "is_batch_of_gradients", "is_profiled",
-    "is_wrapped", "keeps_graph", "nesting_of_batches", "tensor_guard", "tracer", "transform",
-    "transforms",
-]  # fmt: skip
-
 #: Numbers of modes that are active: of dispatch, and of functions.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack

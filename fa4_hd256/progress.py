@@ -19,8 +19,6 @@ from typing import TypeVar
 from . import environment
 from .waiting import waiting_line
 
-__all__ = ["be_quiet", "counted", "is_under_way", "logger", "say", "step"]
-
 Result = TypeVar("Result")
 
 logger = logging.getLogger("fa4_hd256")

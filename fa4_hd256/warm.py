@@ -22,8 +22,6 @@ from .run.kernel_names import kernel_named
 from .run.launch import prepare
 from .words import shown
 
-__all__ = ["WarmUp", "main", "warm_up"]
-
 _E4M3 = {"float8_e4m3fn": torch.float8_e4m3fn}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, **_E4M3}
 _KV_DTYPES = {OF_Q: None, **_E4M3}

@@ -7,8 +7,6 @@ from typing import ClassVar, TypeVar
 
 import cutlass
 
-__all__ = ["Carried"]
-
 Self = TypeVar("Self", bound="Carried")
 
 

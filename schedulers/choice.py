@@ -8,14 +8,6 @@ from typing import Any
 
 from .protocol import CLUSTER_SIZE, of_clusters
 
-__all__ = [
-    "BACKWARD_PREFERS_CLC",
-    "clc_requested",
-    "grid_rows",
-    "prefers_clc",
-    "scheduler_class",
-]
-
 VARIABLE = "FA_CLC"
 
 #: The default of every backward. Where tiles are equal, too, CTA pairs with a share of their own

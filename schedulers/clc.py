@@ -44,8 +44,6 @@ from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileProblem
 from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile, make_work_tile
 
-__all__ = ["ClcChannel", "ClcScheduler"]
-
 
 @dataclass(frozen=True)
 class ClcChannel:

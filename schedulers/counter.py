@@ -45,9 +45,6 @@ from .protocol import (
 )
 from .static import StaticPersistentScheduler
 
-__all__ = ["CounterChannel", "CounterScheduler"]
-
-
 #: Stands in the ring for the end of the tiles.
 NO_TILE = -1
 

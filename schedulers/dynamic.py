@@ -18,8 +18,6 @@ from .carried import Carried
 from .order import TileOrder
 from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index, make_work_tile
 
-__all__ = ["LEADER", "DynamicScheduler", "give_back", "want"]
-
 # The CTA of the cluster whose scheduler warp sends the requests.
 LEADER = 0
 

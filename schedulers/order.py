@@ -37,17 +37,6 @@ from cutlass import Int32
 
 from .carried import Carried
 
-__all__ = [
-    "PackedBlocks",
-    "TileOrder",
-    "TileProblem",
-    "maximum",
-    "minimum",
-    "section_heads_for",
-    "select",
-    "tile_coordinates",
-]
-
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     """`condition ? if_true : if_false` for Python values and for device values."""

@@ -34,19 +34,6 @@ from cutlass import Boolean, Int32
 from .carried import Carried
 from .order import TileOrder, TileProblem, tile_coordinates
 
-__all__ = [
-    "CLC_SMEM_BYTES",
-    "CLUSTER_SIZE",
-    "COUNTER_SMEM_BYTES",
-    "NUM_STAGES",
-    "RESPONSE_BYTES",
-    "TileScheduler",
-    "WorkTile",
-    "cluster_index",
-    "make_work_tile",
-    "of_clusters",
-]
-
 # CTAs of one cluster, along x, unless a kernel has others; a pair that shares its tensor-core
 # instructions.
 CLUSTER_SIZE = 2

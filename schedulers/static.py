@@ -10,8 +10,6 @@ from .carried import Carried
 from .order import TileOrder, TileProblem, minimum
 from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
 
-__all__ = ["StaticPersistentScheduler"]
-
 
 class StaticPersistentScheduler(Carried):
     """Cluster c works on the tiles c, c + C, c + 2C, ... of C resident clusters; the roles exchange

@@ -28,8 +28,6 @@ from .exp2 import (
 from .online import OnlineSoftmax
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
-__all__ = ["KeySoftmax", "first_row_of_lane", "reduce_over_lanes"]
-
 WARP_SIZE = 32
 
 

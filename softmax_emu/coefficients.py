@@ -5,8 +5,6 @@ finds them; written as exact hexadecimal floats.  Largest relative errors of the
 2.054e-3, 8.565e-5, 2.955e-6, 1.415e-7 for degrees 2 to 5.
 """
 
-__all__ = ["COEFFICIENTS"]
-
 _HEXADECIMAL = {
     2: ("0x1p+0", "0x1.54f8d6p-1", "0x1.51d9ccp-2"),
     3: ("0x1p+0", "0x1.63e658p-1", "0x1.d2378cp-3", "0x1.3baaaep-4"),

@@ -17,17 +17,6 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .coefficients import COEFFICIENTS
 
-__all__ = [
-    "FLOOR_MAGIC",
-    "SMALLEST_EXPONENT",
-    "exp2_hardware",
-    "exp2_polynomial_pair",
-    "exp2_polynomial_scalars",
-    "exp2_row_factor",
-    "maximum3",
-    "multiply_rounded",
-]
-
 # 1.5 * 2^23: a float32 in [2^23, 2^24) has no fraction bits, so adding it with rounding towards
 # minus infinity leaves floor(x) in the low mantissa bits, for |x| < 2^22.
 FLOOR_MAGIC = 12582912.0

@@ -17,8 +17,6 @@ import numpy as np
 
 from .reference_twin import horner, round_to_bfloat16
 
-__all__ = ["DEGREES", "Fit", "error_curve", "fit", "measure", "minimax"]
-
 DEGREES = (2, 3, 4, 5)
 
 _NODES = 1200

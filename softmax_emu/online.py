@@ -38,8 +38,6 @@ from .exp2 import (
 )
 from .pattern import Ex2Pattern
 
-__all__ = ["ARITHMETICS", "SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
-
 # Ways to compute c * s - c * m and the row sum; the first two are there to be compared with. plain:
 # (s - m) * c, two instructions per score. folded: one fma per score, with -c * m as addend. packed:
 # one fma, and one addition, for two scores (f32x2). scalar: as folded, by instructions that sm_90

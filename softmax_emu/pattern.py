@@ -12,8 +12,6 @@ from fractions import Fraction
 
 from .coefficients import COEFFICIENTS
 
-__all__ = ["FRAGMENT_COLUMNS", "Ex2Pattern", "HARDWARE_ONLY", "POLYNOMIAL_ONLY"]
-
 FRAGMENT_COLUMNS = 32
 
 

@@ -18,8 +18,6 @@ from .exp2 import exp2_hardware, exp2_polynomial_pair
 from .online import SMALLEST_SCALE
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
-__all__ = ["probabilities_from_lse", "scale_for_masking"]
-
 
 def scale_for_masking(scale_log2: Float32) -> Float32:
     """c, with 0 replaced by 2^-126, so that a masked score of -inf gives p = 0 and not NaN."""

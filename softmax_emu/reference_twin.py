@@ -16,15 +16,6 @@ from numpy.typing import ArrayLike
 from .coefficients import COEFFICIENTS
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
-__all__ = [
-    "add_round_down",
-    "exp2_polynomial",
-    "exponentiate",
-    "fma",
-    "horner",
-    "round_to_bfloat16",
-]
-
 _FLOOR_MAGIC = np.float32(12582912.0)
 _SMALLEST_EXPONENT = np.float32(-127.0)
 

@@ -47,6 +47,11 @@ def test_imports_inside_the_package_are_relative():
     assert not offences, say(offences)
 
 
+def test_what_modules_publish():
+    offences = style.exports(ROOT)
+    assert not offences, say(offences)
+
+
 def test_private_api_of_pytorch_is_in_one_file():
     offences = style.private_names(ROOT)
     assert not offences, say(offences)

@@ -25,7 +25,7 @@ def checkout(tmp_path):
 CHECKS = (
     style.sizes, style.imports, style.bare_imports, style.absolute_imports, style.module_names,
     style.machine_paths, style.openings, style.words, style.annotations,
-    style.class_names, style.copies,
+    style.class_names, style.copies, style.exports,
 )  # fmt: skip
 
 
@@ -68,6 +68,11 @@ def test_this_checkout_has_the_files_that_are_checked():
      style.absolute_imports,
      "fa4_hd256/run/a.py imports fa4_hd256; write a relative import"),
     ("fa4_hd256/run/a.py", "from ..call import b\n", style.absolute_imports, None),
+    ("fa4_hd256/run/a.py", "import os\n\n__all__ = ['b']\n", style.exports,
+     "fa4_hd256/run/a.py has __all__; users import nothing from it"),
+    ("fa4_hd256/masks.py", "__all__ = ['b']\n", style.exports, None),
+    ("fa4_hd256/run/__init__.py", "__all__ = ['b']\n", style.exports, None),
+    ("bench/a.py", "__all__ = ['b']\n", style.exports, None),
     ("bench/a.py", "from fa4_hd256.call import b\n", style.absolute_imports, None),
     ("sm100_sim/src/sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
      "sm100_sim/a (package sm100_sim) imports schedulers (package schedulers)"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.bringup.outcome import Target
-from fa4_hd256.gpus.family import FAMILY
+from fa4_hd256.gpus.gpu import FAMILY
 
 #: Constants that a step of the stage `machine` tells: name -> (field, factor, unit).
 _OF_THE_DEVICE = {

@@ -8,8 +8,6 @@ import torch
 
 from ..private_torch import is_any_autocast
 
-__all__ = ["autocast", "is_autocasting"]
-
 #: Return True if autocast is on for some type of devices.
 is_autocasting = is_any_autocast
 

@@ -19,12 +19,6 @@ from .memory import without_expanded_heads
 from .operator_arguments import BackwardTensors
 from .options import Options
 
-__all__ = [
-    "BackwardProblem",
-    "choose_head_parts",
-    "count_key_tiles",
-]
-
 _RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 

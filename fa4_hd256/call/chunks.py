@@ -29,8 +29,6 @@ from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled
 
-__all__ = ["BackwardDivision", "Chunk", "divide", "least_ds_bytes", "visible_keys"]
-
 #: Of a block of dS.
 _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 

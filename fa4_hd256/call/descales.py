@@ -18,15 +18,6 @@ from ..kernels.problem_class import (
 from .checks import are_differentiated
 from .memory import require_dense
 
-__all__ = [
-    "check_given",
-    "check_values",
-    "descale_of",
-    "refuse_gradients",
-    "scale_layout",
-    "scales_among",
-]
-
 
 def refuse_gradients(*scales: Any) -> None:
     """Raise NotImplementedError where gradients of these may be requested. At every call: what is

@@ -30,18 +30,6 @@ from ..kernels.rows.sequences import PART_LIST
 from .forward_problem import Problem
 from .options import BY_RULE, FIXED_SPLITS, MOST_SPLITS, check_num_splits
 
-__all__ = [
-    "LastWave",
-    "check_grid",
-    "divide_forward",
-    "divided",
-    "last_wave",
-    "longest_row",
-    "room_for_splits",
-    "rows_per_step",
-    "splits_for",
-]
-
 # ---------------------------------------------------------------- KV splits
 
 #: The fewest keys of a fixed split: with fewer the combining kernel takes longer than the split.

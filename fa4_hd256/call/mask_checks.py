@@ -9,8 +9,6 @@ import torch
 from ..words import shown
 from .options import plain
 
-__all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]
-
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 #: Of any number that counts rows.
 LARGEST = (1 << 31) - 1

@@ -14,25 +14,6 @@ import torch
 from ..kernels.limits import TMA_ALIGNMENT, TMA_STRIDE_LIMIT
 from ..kernels.problem_class import result_dtypes
 
-__all__ = [
-    "ALIGNMENT",
-    "View",
-    "check_apart",
-    "check_changeable",
-    "check_in_place",
-    "check_not_overlapping",
-    "check_out",
-    "check_writable",
-    "check_writable_again",
-    "contiguous_strides",
-    "memory_span",
-    "require_dense",
-    "share_memory",
-    "tma_can_take",
-    "without_expanded_heads",
-    "without_loose_strides",
-]
-
 #: Bytes: the strictest alignment that any kernel's argument has.
 ALIGNMENT = 32
 

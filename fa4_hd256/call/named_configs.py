@@ -13,8 +13,6 @@ from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["DEFAULT", "decode", "encode", "spelled"]
-
 #: The name of the default configuration.
 DEFAULT = ""
 

@@ -19,24 +19,6 @@ from ..kernels.mask.block_mask import MASK_GRADIENTS
 from ..kernels.problem_class import DESCALES, OUT_GATE
 from ..kernels.rows.sequences import DS_BEGINS, SequenceTensors
 
-__all__ = [
-    "LENGTHS",
-    "OTHERS",
-    "RAGGED",
-    "BackwardTensors",
-    "BackwardValues",
-    "CacheTensors",
-    "CacheValues",
-    "ForwardTensors",
-    "ForwardValues",
-    "backward_arguments",
-    "cache_arguments",
-    "forward_arguments",
-    "schema_of",
-    "with_batch",
-    "wrong_rank",
-]
-
 #: Tensors that say where rows of sequences lie and which are seen: lengths, pages, scheduler
 #: metadata, block masks, tree masks. In the order in which kernels take them.
 RAGGED = SequenceTensors._fields

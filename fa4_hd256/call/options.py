@@ -18,25 +18,6 @@ from ..kernels.small.combine_config import MOST_PARTS
 from ..words import shown
 from .operator_arguments import BackwardValues, ForwardValues
 
-__all__ = [
-    "BY_RULE",
-    "FIXED_SPLITS",
-    "LARGEST_BOUND",
-    "MOST_SPLITS",
-    "NO_WINDOW",
-    "UNBOUNDED",
-    "ExactWindow",
-    "Options",
-    "check_beside_list",
-    "check_num_splits",
-    "check_options",
-    "is_sure",
-    "is_unknown",
-    "plain",
-    "requested_splits",
-    "window_of",
-]
-
 # ---------------------------------------------------------------- numbers
 
 #: No number of rows is greater.

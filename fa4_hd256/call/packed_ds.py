@@ -20,15 +20,6 @@ from .checks import reads_contents
 from .options import Options
 from .tile_mask import rounded_tiles
 
-__all__ = [
-    "BackwardMetadata",
-    "begins_of",
-    "check_begins",
-    "check_metadata",
-    "lengths_between",
-    "read_offsets",
-]
-
 
 class BackwardMetadata(NamedTuple):
     """Result of `get_backward_metadata`.

@@ -25,8 +25,6 @@ from .division import longest_row, room_for_splits, rows_per_step
 from .forward_problem import Problem
 from .options import MOST_SPLITS
 
-__all__ = ["check_list", "mark", "marked", "scheduler_metadata_of"]
-
 #: The attribute of scheduler metadata that says what it was made for, as its header does, which
 #: calls do not read. It turns a mismatch into an error. Copies have none: there the device
 #: compares.

@@ -24,18 +24,6 @@ from ..private_torch import (
     transforms,
 )
 
-__all__ = [
-    "constant_in_graphs",
-    "is_intercepted",
-    "is_lasting",
-    "is_stood_in",
-    "is_transformed",
-    "may_have_gradients",
-    "refuse_tangents",
-    "sms_are_shared",
-    "without_modes",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Bound once: each call asks.

@@ -19,18 +19,6 @@ from ..kernels.mask.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_
 from ..kernels.mask.masking import WORD_BITS
 from .process import is_lasting
 
-__all__ = [
-    "EMPTY",
-    "PARTIAL",
-    "WHOLE",
-    "Evaluate",
-    "TileMask",
-    "blocks_of_queries",
-    "shape_of_queries",
-    "count_mask_tiles",
-    "rounded_tiles",
-]
-
 #: Kinds of tiles: no query sees a key; some may; each sees all.
 EMPTY, PARTIAL, WHOLE = 0, 1, 2
 #: In place of a tile of bits: the tile is empty; and a function is asked, where there are no bits.

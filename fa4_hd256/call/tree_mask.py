@@ -9,8 +9,6 @@ import torch
 from ..kernels.mask.masking import WORD_BITS
 from ..kernels.mask.windows import Window
 
-__all__ = ["MOST_NODES", "WORD_NODES", "check_apart", "check_words", "is_wide", "tree_words"]
-
 #: Dtype of words -> the most nodes of a tree whose words have that dtype.
 WORD_NODES = {torch.int32: WORD_BITS, torch.int64: 2 * WORD_BITS}
 #: The most queries of a sequence with a tree mask.

@@ -26,8 +26,6 @@ from ..run.execute import execute, new_tensor
 from ..run.forward import SPLITS, plan_described, result_views, split_results
 from ..run.plan import PlanBuilder
 
-__all__ = ["empty_results", "empty_stats", "launch_forward", "run_backward", "run_preprocess"]
-
 
 def launch_forward(
     problem: Problem, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

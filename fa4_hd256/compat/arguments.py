@@ -15,22 +15,6 @@ import torch
 
 from ..kernels.limits import HEAD_DIM
 
-__all__ = [
-    "FLASH_ATTN_2",
-    "FLASH_ATTN_3",
-    "FLASH_ATTN_4",
-    "HONOURED",
-    "NEUTRAL",
-    "REFUSED",
-    "SEQUENCES",
-    "Argument",
-    "Library",
-    "document",
-    "honoured",
-    "neutral",
-    "refused",
-]
-
 #: Fates of an argument. Honoured: its meaning is kept. Neutral: any value gives the same result.
 #: Refused: only values that request nothing are accepted.
 HONOURED, NEUTRAL, REFUSED = "honoured", "neutral", "refused"

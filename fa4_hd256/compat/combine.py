@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["combine"]
-
 
 def combine(
     out_partial: torch.Tensor,

@@ -24,8 +24,6 @@ from ..mask_mods import MaskMod
 from ..run.kept_tensors import made_to_keep
 from ..score_mods import ScoreMod
 
-__all__ = ["SequenceLengths", "translate_mask_mod", "translate_score_mod"]
-
 #: Dtypes of tensors that kernels read as copies in another dtype, with the same values.
 COPIED = {
     torch.float16: torch.float32,

@@ -12,8 +12,6 @@ from ..kernels.mask.windows import Window
 from ..masks import kinds_of_blocks
 from .windows import seen_in_window
 
-__all__ = ["translate_blocks"]
-
 
 def translate_blocks(
     blocks: Any, lengths: tuple[int, int], device: torch.device, has_mask_mod: bool, window: Window

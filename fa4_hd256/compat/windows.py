@@ -8,8 +8,6 @@ import torch
 
 from ..kernels.mask.windows import Window
 
-__all__ = ["seen_in_window", "window_of"]
-
 
 def window_of(window_size: Any) -> Window:
     """Return a window of flash-attention 2 and 3, where any negative number is unbounded, as our

@@ -14,8 +14,6 @@ import torch
 from . import driver, simulated
 from .gpu import Gpu, of_capability
 
-__all__ = ["Gpu", "cuda_gpu", "gpu_of", "is_captured"]
-
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return the GPU that tensors on this device are worked on by; the simulator's for the CPU."""

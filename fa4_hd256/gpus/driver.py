@@ -8,8 +8,6 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 
-__all__ = ["DriverError", "hbm_bytes_per_second", "resident_pairs"]
-
 CTAS_OF_PAIR = 2
 
 # A kernel that does nothing, which the driver compiles. What fits on an SM depends on the shared

@@ -21,17 +21,7 @@ import torch
 
 from .. import environment
 from ..architectures import Architecture
-from .gpu import FAMILY, describe_family, of_capability
-
-__all__ = [
-    "FAMILY",
-    "architecture_of",
-    "as_if_seen",
-    "as_seen",
-    "describe_family",
-    "of_capability",
-    "target",
-]
+from .gpu import describe_family, of_capability
 
 #: Compute capabilities that stand in for those of the process's GPUs; None: those that it sees.
 _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from .. import environment
 from ..architectures import ARCHITECTURES, Architecture
 
-__all__ = ["FAMILY", "Gpu", "describe_family", "of_capability"]
-
 #: Compute capability -> the GPUs that have it, of all architectures.
 FAMILY = {
     capability: names

@@ -14,8 +14,6 @@ from typing import Any
 from .. import environment
 from .gpu import Gpu
 
-__all__ = ["simulated_device", "simulated_gpu", "simulator"]
-
 
 def simulator() -> ModuleType:
     """The package `sm100_sim`. Raises ImportError, with what to do, where it is not installed."""

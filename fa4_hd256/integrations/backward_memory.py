@@ -11,8 +11,6 @@ from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..words import shown
 
-__all__ = ["backward_config_of", "check_ds_bytes"]
-
 
 def check_ds_bytes(ds_bytes: Any) -> None:
     """Raise TypeError unless ds_bytes is an int or None, ValueError if it is below 0."""

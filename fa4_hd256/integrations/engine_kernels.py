@@ -12,8 +12,6 @@ from ..run.ahead.needs import Needs
 from ..run.catalogue import KernelSpec
 from ..warm import kernels_of
 
-__all__ = ["engine_kernels"]
-
 _SLOPES = FunctionClass(ALIBI, ("float32 1",))
 
 

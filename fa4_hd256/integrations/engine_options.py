@@ -15,8 +15,6 @@ from .. import metadata
 from ..compat.arguments import HONOURED, Library
 from ..kernels.problem_class import KV_DESCALES, KV_DTYPES, Q_DESCALE
 
-__all__ = ["METADATA", "our_options"]
-
 #: An engine's own plan has this name, too.
 METADATA = "scheduler_metadata"
 

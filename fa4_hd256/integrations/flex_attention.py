@@ -28,8 +28,6 @@ from ..score_mods import Scored, ScoreMod
 from . import other_dims
 from .score_graph import MASK, ScoreGraph
 
-__all__ = ["flex_attention", "mask_mod_of", "score_mod_of"]
-
 
 def flex_attention(
     query: torch.Tensor,

@@ -10,8 +10,6 @@ import torch
 from ..call.memory import check_out, tma_can_take
 from ..call.process import is_intercepted
 
-__all__ = ["written_to"]
-
 
 def written_to(out: Any, q: torch.Tensor, attend: Callable[..., Any], wants_lse: bool) -> Any:
     """Call `attend` with out and return_lse, and return out, or (out, lse).

@@ -18,8 +18,6 @@ from ..ops.autograd import call_backward, listed_tiles_of
 from ..score_mods import ScoreMod
 from ..score_mods import read_by as read_by_score
 
-__all__ = ["gradients_of_results"]
-
 
 def gradients_of_results(
     tensors: BackwardTensors,

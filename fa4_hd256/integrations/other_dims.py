@@ -14,8 +14,6 @@ from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Window
 from .warnings_once import warn_once
 
-__all__ = ["attend", "attend_alone", "gradients", "has_other_dim", "say_once"]
-
 #: Kernels of SDPA without flash attention, from which the calls come.
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 #: Scores of a head whose LSE is computed at a time.

@@ -24,8 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.functions.user_functions import SelfDescribed
 
-__all__ = ["MASK", "OPERATIONS", "SCORE", "ScoreGraph", "TranslationError"]
-
 #: Kind of a function, and its name where it is refused.
 SCORE, MASK = "score_mod", "mask_mod"
 

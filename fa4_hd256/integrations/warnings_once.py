@@ -6,8 +6,6 @@ import logging
 
 import torch
 
-__all__ = ["warn_once"]
-
 _log = logging.getLogger("fa4_hd256")
 #: Lines that have been logged.
 _logged: set[str] = set()

@@ -19,8 +19,6 @@ from .problem_class import CallScalars, ProblemClass
 from .rows.pages import FirstPage
 from .rows.sequences import Sequences, cache_entries, sequence_tensors
 
-__all__ = ["CLAIM_STEPS", "KernelContext", "schedule", "shared_fields", "want_next_tile_if"]
-
 #: Class of a kernel's own context.
 OwnContext = TypeVar("OwnContext", bound="KernelContext")
 

@@ -6,8 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-__all__ = ["WORD_CODES", "codes_of", "scale_of"]
-
 #: e4m3 in 32 bits.
 WORD_CODES = 4
 

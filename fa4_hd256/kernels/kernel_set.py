@@ -19,15 +19,6 @@ from ..architectures import ARCHITECTURES, Architecture
 from .forward.tiles import ForwardTiles
 from .small.combine_config import CombineRule
 
-__all__ = [
-    "BackwardKernel",
-    "BackwardSet",
-    "KernelSet",
-    "KeyKernel",
-    "kernels_of",
-    "kinds",
-]
-
 
 @dataclass(frozen=True)
 class KeyKernel:

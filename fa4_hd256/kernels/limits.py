@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ELEMENT_BYTES",
-    "FLOAT_BYTES",
-    "HEAD_DIM",
-    "PAGE_MULTIPLE",
-    "SECTOR_BYTES",
-    "SMEM_CAPACITY",
-    "SWIZZLE_ALIGNMENT",
-    "TMA_ALIGNMENT",
-    "TMA_STRIDE_LIMIT",
-    "WARP_SIZE",
-]
-
 #: Columns of a row of Q, K, V, O and their gradients.
 HEAD_DIM = 256
 ELEMENT_BYTES = 2  # of bfloat16 and float16

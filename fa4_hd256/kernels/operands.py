@@ -17,18 +17,6 @@ from cutlass.memory import SmemAllocator
 from .limits import SWIZZLE_ALIGNMENT
 from .rows.sequences import TilePlace, tma_tile
 
-__all__ = [
-    "BLOCK_COLUMNS",
-    "ROW_BYTES",
-    "LoadTarget",
-    "SharedMemory",
-    "TmaTensor",
-    "load_box",
-    "load_tile",
-    "prefetch_tile",
-    "smem_layout",
-]
-
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
 ATOM_ROWS = 8

@@ -16,27 +16,6 @@ from .mask.block_mask import MASK_TABLES
 from .mask.masking import MaskKind
 from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 
-__all__ = [
-    "ANY_PAGE",
-    "DESCALES",
-    "E4M3",
-    "ELEMENT_TYPES",
-    "GATE_OF_ELEMENTS",
-    "GATE_OF_HEADS",
-    "KV_DESCALES",
-    "KV_DTYPES",
-    "OF_PAGES",
-    "OF_SEQUENCES",
-    "OUT_GATE",
-    "Q_DESCALE",
-    "CallScalars",
-    "GradientClass",
-    "ProblemClass",
-    "compiled_page",
-    "query_rows",
-    "result_dtypes",
-]
-
 #: The accepted dtypes of q, k and v, and what the kernels call them.
 ELEMENT_TYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["traced"]
-
 
 def traced(name: str) -> Callable[[Callable], Callable]:
     """Put what a device method emits into a range of that name, where iket is requested."""

@@ -27,19 +27,6 @@ from ..private_torch import is_batch_of_gradients, nesting_of_batches
 from ..run.backward import or_empty, plan_call, smaller_plan
 from ..run.execute import Execution
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "attend_with_gradients",
-    "backward",
-    "call_backward",
-    "gradients",
-    "gradients_of",
-    "listed_tiles_of",
-    "refuse_second_order",
-    "save",
-    "save_for_backward",
-]
-
 #: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink, out_gate.
 DIFFERENTIABLE = 5
 #: Place of out among what `BackwardTensors.kept` makes.

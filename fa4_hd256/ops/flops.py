@@ -29,8 +29,6 @@ from ..kernels.backward.ds_tiles import count_blocks
 from ..kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
 from ..package_name import NAMESPACE
 
-__all__ = ["register_when_counted"]
-
 #: FLOPs of a pair in a GEMM.
 _OF_PAIR = 2 * 256
 _COUNTER = "torch.utils.flop_counter"

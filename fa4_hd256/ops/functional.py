@@ -22,8 +22,6 @@ from .autograd import backward as backward_operator
 from .flops import register_when_counted
 from .operators import forward as forward_operator
 
-__all__ = ["attend_under_transforms"]
-
 # PyTorch's counter knows the operators from here on.
 register_when_counted()
 

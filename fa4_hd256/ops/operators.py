@@ -31,8 +31,6 @@ from ..run.append import plan_cache
 from ..run.forward import plan_call
 from .autograd import gradients, save_for_backward
 
-__all__ = ["OUT", "WRITTEN", "forward", "forward_kvcache", "forward_max_logits", "forward_out"]
-
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
 

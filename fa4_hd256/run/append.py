@@ -20,8 +20,6 @@ from .catalogue import append_spec
 from .forward import add_forward, described
 from .plan import LaunchPlan, PlanBuilder, aligned
 
-__all__ = ["add_append", "append_class", "plan_cache"]
-
 
 def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     """Return the plan of new rows and of the attention behind them, whose results are (out, lse).

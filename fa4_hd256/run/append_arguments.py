@@ -20,8 +20,6 @@ from ..kernels.problem_class import KV_DESCALES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 
-__all__ = ["append_compile_arguments"]
-
 
 def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`."""

@@ -63,38 +63,6 @@ from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.small.combine_config import CombineClass
 from .tile_counter import tile_counter
 
-__all__ = [
-    "COUNTER",
-    "LARGEST_LENGTH",
-    "LARGEST_WINDOW",
-    "STREAM",
-    "WORD",
-    "CallTensors",
-    "Number",
-    "Slot",
-    "call_arguments",
-    "call_scalars",
-    "combine_call_arguments",
-    "combine_compile_arguments",
-    "compile_arguments",
-    "dynamic_tensor",
-    "function_types",
-    "gate_types",
-    "gate_value",
-    "leaves",
-    "mapped",
-    "plain_arguments",
-    "ragged_combine_compile_arguments",
-    "ragged_types",
-    "ragged_values",
-    "row_alignment",
-    "scalar_types",
-    "stream_argument",
-    "table_rank",
-    "tensor_type",
-    "vector_type",
-]
-
 # ---------------------------------------------------------------- slots
 
 #: Name of the dynamic scheduler's counter.

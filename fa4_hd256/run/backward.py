@@ -46,11 +46,6 @@ from .forward import gate_operand
 from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
 
-__all__ = [
-    "BackwardWork", "Wanted", "add_division", "add_preprocess", "or_empty", "plan_backward",
-    "plan_call", "smaller_plan", "stats_view", "work_of",
-]  # fmt: skip
-
 #: What one kernel makes, and the sum of parts is of.
 OF_KEYS = "dk", "dv"
 #: Names of the rows' statistics, and of the dS of a chunk.

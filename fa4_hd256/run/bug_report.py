@@ -17,8 +17,6 @@ from ..gpus.simulated import simulated_device, simulated_gpu, simulator
 from ..package_name import package_version
 from .kernel_cache import disk_cache
 
-__all__ = ["describe", "has_driver", "versions"]
-
 
 def describe() -> str:
     """Return environment variables, GPUs, caches and versions as text."""

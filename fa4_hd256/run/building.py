@@ -13,8 +13,6 @@ from ..kernels.kernel_set import kinds
 from ..kernels.problem_class import ProblemClass
 from .catalogue import KINDS, KernelSpec
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
     """Return (kernel, arguments) for `cute.compile`, the arguments by type only; `tracing` compiles

@@ -24,22 +24,6 @@ from ..kernels.small.backward_sum import SumConfig
 from ..kernels.small.combine_config import MOST_PARTS, CombineClass
 from ..kernels.small.tail_rows import TailClass, TailConfig
 
-__all__ = [
-    "KINDS",
-    "KernelSpec",
-    "TuningKey",
-    "append_spec",
-    "backward_specs",
-    "combine_spec",
-    "configured",
-    "forward_spec",
-    "preprocess_spec",
-    "sum_spec",
-    "tail_spec",
-    "tuning_key",
-]
-
-
 #: Kinds of kernels, of any architecture.
 KINDS = frozenset(
     (

@@ -34,17 +34,6 @@ from .kernel_names import described, name_of
 from .keys import cache_key, disk_cache, lasts, prebuilt_key
 from .tracing import trace_and_compile
 
-__all__ = [
-    "CompiledKernel",
-    "Linked",
-    "MissingKernelError",
-    "compile_kernel",
-    "counters",
-    "forget",
-    "jit_entry",
-    "room_for_files",
-]
-
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
 

@@ -31,8 +31,6 @@ from .kept_tensors import made_to_keep
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
 from .tile_counter import tile_counter
 
-__all__ = ["Execution", "addresses_of", "check_convention", "execute", "maker", "new_tensor"]
-
 #: Tensors of a call in the order of its arguments, None for one that is not given.
 Tensors = Sequence[torch.Tensor | None]
 #: Makes a tensor, at every call a new one.

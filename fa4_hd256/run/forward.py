@@ -34,19 +34,6 @@ from .catalogue import combine_spec, forward_spec
 from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
 from .tail import add_tail
 
-__all__ = [
-    "add_combine",
-    "add_forward",
-    "add_launches",
-    "described",
-    "gate_operand",
-    "operand_views",
-    "plan_call",
-    "plan_described",
-    "result_views",
-    "split_results",
-]
-
 #: Name of the results of splits, O and then the LSE in one tensor, and the unused elements between
 #: these: a kernel that writes past O is an error in the simulator, and spoils no LSE.
 SPLITS, BETWEEN_SPLITS = "splits", 256

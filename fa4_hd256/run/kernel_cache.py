@@ -5,8 +5,6 @@ from __future__ import annotations
 from .. import environment
 from .native_cache import NativeCache
 
-__all__ = ["disk_cache"]
-
 
 def disk_cache() -> NativeCache:
     """The kernels on disk."""

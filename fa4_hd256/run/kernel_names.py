@@ -17,8 +17,6 @@ from ..architectures import named
 from ..package_name import canonical, loaded
 from .catalogue import KernelSpec
 
-__all__ = ["described", "kernel_named", "name_of"]
-
 #: Package whose classes a name may have. Copies under other names give and read the same text.
 _PACKAGE = "fa4_hd256."
 _CLASS = "class"

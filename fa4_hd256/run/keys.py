@@ -29,11 +29,6 @@ from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from .catalogue import KernelSpec
 from .kernel_cache import disk_cache
 
-__all__ = [
-    "COMPILED_IN", "COMPILER", "OTHER", "cache_key", "compiled_sources", "content_digest",
-    "cpu_features", "direction_of", "disk_cache", "lasts", "prebuilt_key",
-]  # fmt: skip
-
 #: The distribution that compiles.
 COMPILER = "nvidia-cutlass-dsl"
 

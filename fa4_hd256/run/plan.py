@@ -23,11 +23,6 @@ from ..kernels.limits import TMA_ALIGNMENT
 from .arguments import COUNTER, Number, Slot, dynamic_tensor, leaves, mapped, plain_arguments
 from .catalogue import KernelSpec
 
-__all__ = [
-    "Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder", "aligned",
-    "whole",
-]  # fmt: skip
-
 
 class Lifetime(enum.Enum):
     """Lifetime of memory.

@@ -11,8 +11,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ResourceUsage", "resource_usage"]
-
 _HEADER_PLACE, _HEADER_SIZES = struct.Struct("<40xQ"), struct.Struct("<58xHHH")
 #: Name, type, flags, address, place, size, link, information, alignment, size of an entry.
 _SECTION = struct.Struct("<IIQQQQIIQQ")

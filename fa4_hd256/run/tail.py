@@ -17,8 +17,6 @@ from .arguments import LARGEST_LENGTH, LARGEST_WINDOW, STREAM
 from .catalogue import tail_spec
 from .plan import PlanBuilder, aligned
 
-__all__ = ["add_tail", "class_of", "sides_of"]
-
 #: An operand's side -> the names of its offsets and of its lengths in use.
 _OFFSETS = {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
 _USED = {"q": "seqused_q", "k": "seqused_k"}

@@ -16,8 +16,6 @@ from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import WORD, tensor_type, vector_type
 
-__all__ = ["tail_compile_arguments"]
-
 
 def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`."""

@@ -18,8 +18,6 @@ import torch
 
 from .kept_tensors import made_to_keep
 
-__all__ = ["COUNT", "tile_counter"]
-
 #: Counters that are made at a time, 16 KiB.
 COUNT = 4096
 

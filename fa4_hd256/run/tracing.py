@@ -17,8 +17,6 @@ from ..package_name import is_of_package
 from .building import build
 from .catalogue import KernelSpec
 
-__all__ = ["targeting", "trace_and_compile"]
-
 
 def trace_and_compile(spec: KernelSpec) -> Any:
     """Trace and compile, past every cache; returns what `cute.compile` returned.

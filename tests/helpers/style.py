@@ -332,6 +332,25 @@ def absolute_imports(root: Path) -> list[str]:
     return found
 
 
+#: Modules beside packages' `__init__` from which users import: `__all__` is what they publish.
+#: Elsewhere a leading underscore says what is a module's own.
+PUBLISHED = ("fa4_hd256/masks.py", "fa4_hd256/mask_mods.py", "fa4_hd256/score_mods.py", *COMPATIBLE)
+
+
+def exports(root: Path) -> list[str]:
+    """Modules of the operator with an `__all__` that nobody reads."""
+    return [
+        f"{source} has __all__; users import nothing from it"
+        for source in sources(root)
+        if source.split("/")[0] in OPERATOR and source not in PUBLISHED
+        if not source.endswith("/__init__.py") and not (root / source).is_symlink()
+        if any(
+            isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for node in ast.parse((root / source).read_text("utf-8"), source).body
+        )
+    ]
+
+
 def private_names(root: Path) -> list[str]:
     """Return the lines of the operator that name `torch._C`, but for those of the one file that has
     all of PyTorch's private API."""

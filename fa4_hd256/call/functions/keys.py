@@ -16,8 +16,6 @@ from ..checks import are_differentiated
 from .meaning import digest_of, mean_the_same, note_meaning
 from .tensors import check_tensors
 
-__all__ = ["KernelFunction", "check_function", "key_of", "register"]
-
 
 def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) -> None:
     """Check the key, function and tensors of a user's function. Raises TypeError for another kind;

@@ -24,8 +24,6 @@ import torch
 from ...kernels.functions.user_functions import FunctionKind, SelfDescribed
 from ...package_name import canonical, loaded
 
-__all__ = ["UnnamedError", "described_meaning", "digest_of", "mean_the_same", "note_meaning"]
-
 
 class UnnamedError(ValueError):
     """A function reads something that cannot be named by what it means."""

@@ -31,8 +31,6 @@ import torch
 from ...private_torch import is_wrapped
 from ..process import without_modes
 
-__all__ = ["FunctionState", "TensorStates"]
-
 #: Packages whose functions, classes and modules stay what they are.
 _FIXED = ("torch", "cutlass", "math", "cmath", "builtins", "operator", "functools", "numpy")
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))

@@ -11,8 +11,6 @@ import torch
 from ...kernels.functions.kernel_functions import ALIBI, FUNCTION_KINDS, SCORE_MOD
 from ...kernels.functions.user_functions import FunctionClass, FunctionKind
 
-__all__ = ["check_slopes", "check_tensors", "functions_of_keys"]
-
 #: Dtypes of such tensors, and what they are called.
 DTYPES = {torch.float32: "float32", torch.int32: "int32"}
 

@@ -12,8 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ... import environment
 from ..process import is_stood_in, without_modes
 
-__all__ = ["UntilChanged"]
-
 
 class UntilChanged:
     """Values by tensor, each valid while the tensor lives and nobody changes it in place.

@@ -19,8 +19,6 @@ from .heads import attend_by_heads
 from .local import LocalResults, Settings, sink_gradient
 from .ring import RingAttention
 
-__all__ = ["all_gather_attention", "ring_attention", "ulysses_attention"]
-
 
 def ring_attention(
     q: torch.Tensor,

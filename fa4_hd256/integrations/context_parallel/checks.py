@@ -25,8 +25,6 @@ from ...score_mods import ScoreMod, read_by
 from .local import Settings
 from .spans import Units, spans_by_rank, unit
 
-__all__ = ["Arguments", "batched", "check_heads", "settings_of", "text_of"]
-
 
 class Arguments(NamedTuple):
     """Keyword arguments of `ring_attention`, in its order, as the user passed them."""

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["ControlGroup", "control_group_of"]
-
 #: Key in the group's store, of the reason why it is closed.
 _CAUSE = "fa4_hd256_failed"
 #: Tag of messages that nobody sends.

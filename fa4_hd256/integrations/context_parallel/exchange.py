@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from .control_group import ControlGroup, control_group_of
 
-__all__ = ["Ranks", "Transfer", "explaining_transport_errors"]
-
 Checked = TypeVar("Checked")
 
 #: Gathers into one tensor, in the order of ranks; PyTorch before 2.13 has it under another name.

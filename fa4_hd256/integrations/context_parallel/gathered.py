@@ -15,8 +15,6 @@ from .exchange import Ranks
 from .local import Attended, KeysValues, LocalResults, Settings, add_gradients
 from .spans import Rows, parts_of, spans_by_rank
 
-__all__ = ["Gathered", "in_sequence_order", "split_by_rank"]
-
 
 def in_sequence_order(gathered: torch.Tensor, division: Sequence[Rows]) -> torch.Tensor:
     """Return (batch, all rows, ...) in the sequence's order, from (ranks, batch, rows, ...)."""

@@ -20,8 +20,6 @@ from .gathered import in_sequence_order, split_by_rank
 from .local import Settings, attend
 from .spans import Rows, spans_by_rank
 
-__all__ = ["attend_by_heads", "to_heads", "to_rows"]
-
 
 class _Exchange(torch.autograd.Function):
     """The exchange `there`, whose gradients are exchanged by `back`."""

@@ -34,17 +34,6 @@ from ...score_mods import ScoreMod, in_part
 from ..given_results import gradients_of_results
 from .spans import PositionMask, SpanPart, Units
 
-__all__ = [
-    "Attended",
-    "KeysValues",
-    "LocalResults",
-    "Settings",
-    "add_gradients",
-    "attend",
-    "sink_gradient",
-]
-
-
 #: k and v of some rows.
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 

@@ -28,8 +28,6 @@ from .exchange import Ranks, Transfer
 from .local import Attended, KeysValues, LocalResults, Settings, add_gradients
 from .spans import PositionMask, Rows, SpanPart, local_parts, local_rows, parts_of, spans_by_rank
 
-__all__ = ["RingAttention", "Route", "routes"]
-
 #: No rows in both directions.
 _NOTHING: list[torch.Tensor | None] = [None, None]
 

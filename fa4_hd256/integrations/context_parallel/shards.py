@@ -10,8 +10,6 @@ from .exchange import Ranks
 from .gathered import in_sequence_order
 from .spans import spans_by_rank
 
-__all__ = ["shard", "unshard"]
-
 
 def shard(
     tensor: torch.Tensor, *, group: Any = None, order: str = "contiguous", dim: int = 1

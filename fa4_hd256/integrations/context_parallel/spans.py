@@ -15,19 +15,6 @@ from typing import NamedTuple
 
 from ...words import shown
 
-__all__ = [
-    "ORDERS",
-    "PositionMask",
-    "Rows",
-    "SpanPart",
-    "Units",
-    "local_rows",
-    "local_parts",
-    "parts_of",
-    "spans_by_rank",
-    "unit",
-]
-
 #: Ways to divide a sequence. contiguous: one span per rank, in order. zigzag: twice as many spans
 #: as ranks; rank r has spans r and -1 - r, so that all ranks have equal work under a causal mask.
 ORDERS = ("contiguous", "zigzag")

@@ -15,8 +15,6 @@ from ...call.options import NO_WINDOW, window_of
 from ...kernels.mask.windows import Window
 from ..other_dims import attend_alone, has_other_dim
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
-
 
 def flash_attn_func(
     q: torch.Tensor,

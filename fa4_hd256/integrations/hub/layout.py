@@ -18,8 +18,6 @@ from pathlib import Path
 
 from ...package_name import package_version
 
-__all__ = ["KERNEL_VERSION", "NAME", "write"]
-
 #: Name of the kernel on the Hub.
 NAME = "fa4-hd256"
 #: Version of the functions that the kernel offers: the major one, which users of the Hub select.

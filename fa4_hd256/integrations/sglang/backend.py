@@ -34,8 +34,6 @@ from ..given_out import written_to
 from .checks import OURS, check_layer, check_runner, head_dims
 from .metadata import EngineStep, GraphBuffers, ImageRows, Tables, draft_steps, node_tables, tree_of
 
-__all__ = ["SGLangBackend", "SGLangDraft"]
-
 #: More queries than a tile has. Rows of prompts then take the kernel for many rows, where their
 #: bits depend neither on their number nor on their place in a tile.
 _MANY_QUERIES = 257

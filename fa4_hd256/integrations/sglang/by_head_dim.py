@@ -15,8 +15,6 @@ from .backend import SGLangBackend
 from .checks import OURS, dims_of, head_dims
 from .kernels import warm_up_layers
 
-__all__ = ["OTHERS", "ByHeadDim", "create"]
-
 #: SGLang's backend of all head dimensions, pages and masks.
 OTHERS = "triton"
 

@@ -13,8 +13,6 @@ from ...gpus.gpu import of_capability
 from ...kernels.limits import HEAD_DIM
 from ...kernels.problem_class import KV_DTYPES
 
-__all__ = ["OURS", "check_layer", "check_runner", "dims_of", "head_dims", "layers_of"]
-
 #: Head dimensions of layers that the backend serves.
 OURS = (HEAD_DIM, HEAD_DIM)
 

@@ -17,8 +17,6 @@ from ...compat.arguments import Library, honoured, neutral, refused
 from ..engine_options import METADATA, our_options
 from ..given_out import written_to
 
-__all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
-
 _HONOURED = (
     "softmax_scale", "causal", "window_size", "softcap", "num_splits", "q_descale", "k_descale",
     "v_descale", METADATA,

@@ -16,8 +16,6 @@ from ...warm import load
 from ..engine_kernels import engine_kernels
 from .checks import OURS, dims_of, layers_of
 
-__all__ = ["kernels_of_layers", "kinds_of_layers", "needs_of", "warm_up_layers"]
-
 
 def warm_up_layers(runner: Any) -> None:
     """Compile and load what the layers can need, and log how long that took."""

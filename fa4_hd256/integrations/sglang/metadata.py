@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "EngineStep", "GraphBuffers", "ImageRows", "Tables", "draft_steps", "node_tables", "tree_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ImageRows:

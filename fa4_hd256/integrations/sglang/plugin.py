@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NAME", "register"]
-
 NAME = "fa4_hd256"
 
 _EAGLE = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"

@@ -25,11 +25,6 @@ import torch
 from ...compat.windows import seen_in_window
 from ...kernels.mask.windows import Window
 
-__all__ = [
-    "KEY_END", "KEY_START", "QUERY_END", "QUERY_START", "Description", "Window", "described",
-    "packed", "packed_seen", "padded", "seen_by", "uncounted", "whole",
-]  # fmt: skip
-
 #: Columns of the padded form.
 KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
 

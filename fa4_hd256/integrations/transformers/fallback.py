@@ -10,8 +10,6 @@ import torch
 from ...kernels.limits import HEAD_DIM
 from ..warnings_once import warn_once
 
-__all__ = ["attend"]
-
 
 class _Layer(NamedTuple):
     """Attributes of a layer that transformers' SDPA reads."""

@@ -25,8 +25,6 @@ from ...kernels.limits import HEAD_DIM
 from .layers import OUT_GATE, attention, batched_attention
 from .registration import check_version
 
-__all__ = ["GATED", "use_output_gate"]
-
 #: Classes of transformers whose layers have such a gate.
 GATED = ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention")
 

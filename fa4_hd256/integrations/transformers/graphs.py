@@ -24,8 +24,6 @@ from ...package_name import NAMESPACE
 from ..backward_memory import backward_config_of
 from ..given_results import gradients_of_results
 
-__all__ = ["attend", "counted", "tiles_of"]
-
 #: Stands for None among an operator's ints.
 _NONE = -1
 

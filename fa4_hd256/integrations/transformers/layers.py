@@ -28,8 +28,6 @@ from .descriptions import (
     seen_by,
 )
 
-__all__ = ["BATCHING_NAME", "NAME", "OUT_GATE", "PACKED", "attention", "batched_attention"]
-
 #: It has no "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"
 #: It has "flash" in it: continuous batching takes such names only, besides two of its own.

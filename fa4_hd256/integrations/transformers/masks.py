@@ -11,8 +11,6 @@ from ..warnings_once import warn_once
 from .descriptions import Window, packed, padded, uncounted, whole
 from .patterns import Band, band_of
 
-__all__ = ["mask"]
-
 
 class _Lengths(NamedTuple):
     """Queries at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length)."""

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Band", "band_of"]
-
 
 class Band:
     """Pairs of a query and a key with low <= query position - key position <= high.

@@ -11,8 +11,6 @@ from ..backward_memory import check_ds_bytes
 from .layers import BATCHING_NAME, NAME, attention, batched_attention
 from .masks import mask
 
-__all__ = ["VERSIONS", "check_version", "register", "use_in_continuous_batching"]
-
 #: Supported versions of transformers: the first, and the first that is too new.
 VERSIONS = ((5, 20), (6, 0))
 

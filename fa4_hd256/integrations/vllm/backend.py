@@ -32,8 +32,6 @@ from ...score_mods import ScoreMod, alibi
 from ..given_out import written_to
 from .metadata import Builder, Images, Metadata, Requests
 
-__all__ = ["Backend", "Impl"]
-
 #: Names of caches in e4m3.
 _E4M3 = ("fp8", "fp8_e4m3")
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -21,8 +21,6 @@ from ...kernels.limits import HEAD_DIM
 from .backend import Backend, Impl
 from .metadata import Builder
 
-__all__ = ["FlashAttn"]
-
 
 def _is_ours(kv_cache_spec: Any) -> bool:
     """Return True for a cache of ours; for None if the model's head size is ours."""

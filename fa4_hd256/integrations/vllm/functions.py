@@ -17,8 +17,6 @@ from ...score_mods import alibi
 from ..engine_options import METADATA, our_options
 from ..given_out import written_to
 
-__all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
-
 _HONOURED = (
     "softmax_scale", "causal", "window_size", "softcap", "num_splits", "deterministic", "q_descale",
     "k_descale", "v_descale", METADATA,

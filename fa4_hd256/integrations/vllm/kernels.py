@@ -19,8 +19,6 @@ from ...run.catalogue import KernelSpec
 from ...warm import load
 from ..engine_kernels import engine_kernels
 
-__all__ = ["MOST_DENSE", "kernels_of_layers", "warm_up"]
-
 _DECODE = "decode"
 #: The most queries of a request in a dense call.
 MOST_DENSE = USES[_DECODE] or 0

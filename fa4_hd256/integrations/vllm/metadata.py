@@ -47,8 +47,6 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from .kernels import MOST_DENSE, warm_up
 
-__all__ = ["Builder", "Images", "Metadata", "Requests"]
-
 #: Requests up to this long have eight bounds.
 _FEWEST_KEYS = 2048
 #: More queries than a tile has: NOTE [batch invariance].

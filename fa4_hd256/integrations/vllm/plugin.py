@@ -6,8 +6,6 @@ import logging
 
 from ...environment import replaces_flash_attn
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Register the backend as CUSTOM: the one name that vLLM also knows in processes that it

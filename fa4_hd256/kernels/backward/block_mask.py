@@ -32,8 +32,6 @@ from ..mask.block_mask import FULL, NOTHING
 from ..mask.masking import WORD_BITS
 from ..plan.edges import SharedByReference
 
-__all__ = ["WORD_PAIR", "BlockList", "least_section"]
-
 #: Tiles of one head at work at once, at most: NOTE [long lists].
 TILES_OF_A_HEAD = 4
 #: Words of a list's first entry: how many tiles are written, and how many are read; of a block of

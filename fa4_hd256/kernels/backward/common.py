@@ -29,15 +29,6 @@ from ..operands import TmaTensor, smem_layout
 from ..problem_class import CallScalars, ProblemClass
 from ..rows.sequences import by_sequence, clipped_view, sequence_tensors
 
-__all__ = [
-    "BackwardContext",
-    "BackwardEntry",
-    "BackwardKernelTensors",
-    "Step",
-    "heads_of_part",
-    "heads_per_part",
-]
-
 
 class BackwardKernelTensors(NamedTuple):
     """Tensors that a gradient kernel reads and writes.

@@ -44,26 +44,6 @@ from ..mask.windows import Reach
 from ..plan.edges import SharedByReference
 from .common import BackwardContext
 
-__all__ = [
-    "BLOCK_TILES",
-    "DS_BLOCK",
-    "DS_TILE",
-    "DS_TILE_BYTES",
-    "DS_TILE_ELEMENTS",
-    "RUN",
-    "RUN_STRIDE",
-    "DsTiles",
-    "StoredDs",
-    "count_blocks",
-    "count_tiles",
-    "ds_units",
-    "first_unit",
-    "tile_of",
-    "tile_strides",
-    "tiles_of_head",
-    "within_head",
-]
-
 DS_TILE = 128  # keys, and queries, of a tile
 BLOCK_TILES = 2  # tiles of a block, either way
 DS_BLOCK = BLOCK_TILES * DS_TILE  # keys, and queries, of a block: NOTE [blocks of dS]

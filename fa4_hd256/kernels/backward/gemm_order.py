@@ -15,8 +15,6 @@ from ..mask.masking import MaskKind
 from ..plan.edges import SharedByReference
 from .ds_tiles import count_blocks
 
-__all__ = ["GemmOrder"]
-
 
 @dataclass(frozen=True)
 class GemmOrder(SharedByReference):

@@ -28,8 +28,6 @@ from .common import BackwardContext, heads_of_part, heads_per_part
 from .ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
 from .gemm_order import GemmOrder
 
-__all__ = ["GemmTiles", "ResultTile", "Walk"]
-
 
 @dataclass(frozen=True)
 class ResultTile(SharedByReference):

@@ -22,8 +22,6 @@ from .block_mask import BlockList, least_section
 from .common import BackwardContext, Step, heads_of_part, heads_per_part
 from .ds_tiles import BLOCK_TILES, StoredDs
 
-__all__ = ["KeyTiles", "ListedStep"]
-
 
 class ListedStep(Step):
     """A step of a list with as many steps as tiles of queries, which knows this tile and has loaded

@@ -16,8 +16,6 @@ from ...schedulers.order import TileProblem, section_heads_for
 from ..limits import HEAD_DIM
 from .common import BackwardContext
 
-__all__ = ["QueryTiles"]
-
 
 class QueryTiles:
     """Tiles of queries of a kernel, which owns them."""

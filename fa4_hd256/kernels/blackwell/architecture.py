@@ -22,8 +22,6 @@ from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
 from .pair_plan import BLOCK_KV, CTAS
 
-__all__ = ["RECOMPUTED", "KERNELS", "STORED"]
-
 RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
 #: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (`lab defaults "parts of a group"`).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)

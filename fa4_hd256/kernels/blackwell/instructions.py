@@ -16,19 +16,6 @@ from cutlass.cutlass_dsl import dsl_user_op
 from ..limits import HEAD_DIM
 from ..operands import BLOCK_COLUMNS, ROW_BYTES
 
-__all__ = [
-    "E4M3_SLICE",
-    "Mma",
-    "MmaShape",
-    "OperandLayout",
-    "TmemOperand",
-    "fence_after_thread_sync",
-    "fence_before_thread_sync",
-    "k_major_operand",
-    "mma_chain",
-    "mn_major_operand",
-]
-
 DESCRIPTOR_VERSION = 0b001 << 14  # bits 46-48 of the descriptor: 14-16 of its upper word
 SWIZZLE_128B = 2 << 29  # bits 61-63
 ADDRESS_BITS = 0x3FFFF

@@ -18,8 +18,6 @@ from ..plan.edges import RingState, Signal
 from ..problem_class import ProblemClass
 from .pair_plan import CTAS
 
-__all__ = ["PairContext", "PairKernel", "await_buffer"]
-
 
 @dataclass(frozen=True)
 class PairContext(KernelContext):

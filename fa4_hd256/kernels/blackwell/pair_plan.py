@@ -7,8 +7,6 @@ from ..plan import budgets
 from ..plan.budgets import SmemRegion
 from ..plan.edges import EdgeTable
 
-__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_ring", "common_regions"]
-
 CTAS = CLUSTER_SIZE
 BLOCK_Q = 128  # query rows of one CTA
 BLOCK_KV = 128  # keys of a pair

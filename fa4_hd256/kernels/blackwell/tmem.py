@@ -12,14 +12,6 @@ from cutlass.cute.nvgpu import tcgen05
 from ..plan.budgets import TmemPlan
 from ..plan.edges import RingState
 
-__all__ = [
-    "multiply",
-    "multiply_rows",
-    "tmem_buffer",
-    "tmem_load",
-    "tmem_store",
-]
-
 LANES = 128
 
 # Columns of one load unless the caller says otherwise: more in one instruction delay the first use.

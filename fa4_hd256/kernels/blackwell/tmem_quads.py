@@ -12,8 +12,6 @@ from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["QUAD_COLUMNS", "quad_fragment", "tmem_load_quads", "tmem_store_quads"]
-
 #: Columns that `tmem_load_quads` moves, in two halves of 16 lanes.
 QUAD_COLUMNS = 64
 HALF_LANES = 16

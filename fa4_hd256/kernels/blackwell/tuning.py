@@ -14,8 +14,6 @@ from typing import Any
 
 from ...softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
-__all__ = ["SEQLEN_CLASSES", "TABLE", "TunedPattern", "pattern_for", "read", "write"]
-
 TABLE = Path(__file__).with_name("tuning.json")
 
 #: Classes of seqlen_k: the most keys of each, None for no limit.

@@ -51,8 +51,6 @@ from ..rows.sequences import (
 )
 from .context import ForwardContext, ForwardKernelTensors
 
-__all__ = ["ForwardCommon"]
-
 
 class ForwardCommon:
     """Base: host code of a forward kernel.

@@ -18,8 +18,6 @@ from ..rows.output_gate import row_of_gate
 from ..rows.part_list import PartList
 from ..rows.sequences import Sequence
 
-__all__ = ["ForwardContext", "ForwardKernelTensors"]
-
 
 class ForwardKernelTensors(NamedTuple):
     """Tensors that a forward kernel reads and writes.

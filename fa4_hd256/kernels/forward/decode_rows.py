@@ -22,16 +22,6 @@ from ..plan.edges import SharedByReference
 from ..problem_class import query_rows
 from .context import ForwardContext
 
-__all__ = [
-    "BARRIER",
-    "RowPlace",
-    "TileRows",
-    "any_of_softmax",
-    "combine_warps",
-    "sum_of_row",
-    "synchronise",
-]
-
 BARRIER = 1  # the softmax's named barrier
 
 

@@ -40,8 +40,6 @@ from ..rows.sequences import lane_columns
 from .context import ForwardContext
 from .decode_rows import TileRows
 
-__all__ = ["KeyScales", "ScaledRows", "ScaledSoftmax"]
-
 FLOAT_BIAS, FLOAT_MANTISSA = 127, 23
 #: Least exponent of a row's largest element, as float32 has it: the scale of smaller ones would
 #: leave the exponents of a float32.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DECODE_ROWS", "ForwardTiles", "check_decode", "check_threshold"]
-
 #: Query rows of a decode tile that are offered: N of both MMAs.
 DECODE_ROWS = (16, 32, 64)
 

@@ -32,25 +32,6 @@ from ..mask.masking import WORD_BITS
 from ..plan.edges import SharedByReference
 from .user_functions import FunctionClass, FunctionKind, Functions
 
-__all__ = [
-    "ALIBI",
-    "FUNCTION_KINDS",
-    "FUNCTION_TENSORS",
-    "MASK_MOD",
-    "MASK_TENSORS",
-    "SCORE_MOD",
-    "SCORE_TENSORS",
-    "KernelFunctions",
-    "MaskFunction",
-    "ScoreChange",
-    "ScoreOrigin",
-    "ScorePlaces",
-    "Scored",
-    "check_unchanged",
-    "times_asked",
-    "truth_of",
-]
-
 SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
 #: Names of the tensors that a score_mod reads, and of where a part lies, in the order in which
 #: kernels get them.

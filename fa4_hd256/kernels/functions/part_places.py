@@ -21,8 +21,6 @@ from cutlass import Float32
 from ..mask.block_mask import FULL, MASK_TILE, NOTHING
 from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, ScoreOrigin, truth_of
 
-__all__ = ["PartTiles", "key_in_part"]
-
 #: Prefix of the keys of such functions.
 _IN_PART = "in a part: "
 _FIELDS = range(len(ScoreOrigin._fields))

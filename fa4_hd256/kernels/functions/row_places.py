@@ -14,8 +14,6 @@ import cutlass.cute as cute
 
 from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, truth_of
 
-__all__ = ["SequenceOfQuery", "key_in_row"]
-
 #: Prefix of the keys of such functions.
 _IN_ROW = "in a row: "
 

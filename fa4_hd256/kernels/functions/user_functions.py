@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["FunctionClass", "FunctionKind", "Functions", "SelfDescribed"]
-
 #: Tensors that such a function of the user's may read.
 MOST_TENSORS = 4
 

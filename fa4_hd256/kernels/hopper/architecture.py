@@ -12,8 +12,6 @@ from .decode.config import DECODE_E4M3
 from .forward.config import DECODE, MASKED, ForwardConfig
 from .forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 
-__all__ = ["KERNELS"]
-
 BACKWARD_CTAS = 2  # of a cluster
 STEP_QUERIES = 64
 

@@ -18,15 +18,6 @@ from ..limits import HEAD_DIM
 from ..rows.output_gate import Columns
 from .instructions import COLUMN_GROUP, QUAD, rows_of, transpose_quad
 
-__all__ = [
-    "exchanged_words",
-    "rescale",
-    "row_columns",
-    "store_exchanged",
-    "store_float32",
-    "store_row",
-]
-
 
 @cute.jit
 def rescale(o: cute.Tensor, factors: tuple[Float32, Float32]):

@@ -24,25 +24,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-__all__ = [
-    "COLUMN_GROUP",
-    "QUAD",
-    "ROWS",
-    "WARPGROUP_THREADS",
-    "WgmmaShape",
-    "commit",
-    "fence",
-    "fragment_columns",
-    "multiply",
-    "this_warpgroup",
-    "pack",
-    "row_of_fragment",
-    "rows_of",
-    "transpose_quad",
-    "transposed",
-    "wait",
-]
-
 ROWS = 64  # of the result of a warpgroup's MMA
 WARPGROUP_THREADS = 128
 QUAD = 4  # lanes that share a row of an accumulator

@@ -27,12 +27,6 @@ from ...schedulers.carried import Carried
 from ..plan.edges import SharedByReference
 from .masking import WORD_BITS, hide_unseen
 
-__all__ = [
-    "BIT_WORDS", "FULL", "MASK_BITS", "MASK_BLOCKS", "MASK_GRADIENTS", "MASK_KEY_BITS",
-    "MASK_STEPS", "MASK_TABLES", "MASK_TILE", "NOTHING", "STEP_WORDS",
-    "ListedTile", "RowBits", "StepList",
-]  # fmt: skip
-
 #: Fields of `SequenceTensors` with a block mask, of the forward and of the kernels that make
 #: gradients (`backward.block_mask`).
 MASK_STEPS, MASK_BITS = "mask_steps", "mask_bits"

@@ -18,8 +18,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-__all__ = ["WORD_BITS", "MaskKind", "KvSplit", "TileRange", "Visibility", "hide_unseen"]
-
 WORD_BITS = 32
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ALL_ROWS", "Reach", "Window"]
-
 #: (left, right), None for unbounded.
 Window = tuple[int | None, int | None]
 

@@ -15,19 +15,6 @@ from ...words import one_of, shown
 from ..limits import SMEM_CAPACITY, SWIZZLE_ALIGNMENT, WARP_SIZE
 from .edges import BARRIER_BYTES, EdgeTable
 
-__all__ = [
-    "TMEM_COLUMNS",
-    "RegisterPlan",
-    "SmemPlan",
-    "SmemRegion",
-    "TmemPlan",
-    "TmemRegion",
-    "WarpPlan",
-    "check_budgets",
-    "check_fields",
-    "common_regions",
-]
-
 # Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
 TMEM_COLUMNS = 512
 

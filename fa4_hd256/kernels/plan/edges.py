@@ -26,20 +26,6 @@ from cutlass.cute.nvgpu import tcgen05
 from ...schedulers.carried import Carried
 from ..limits import WARP_SIZE
 
-__all__ = [
-    "BARRIER_BYTES",
-    "COMMIT_SIGNALS",
-    "TMA_SIGNALS",
-    "Barrier",
-    "Edge",
-    "EdgeTable",
-    "RingRecord",
-    "RingState",
-    "RingStates",
-    "SharedByReference",
-    "Signal",
-]
-
 BARRIER_BYTES = 8
 
 #: Class of a role's own record.

@@ -46,8 +46,6 @@ from ..plan.edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
 from .programs import CTAS, LEADER, OperationKind, Programs, RoleOperation, Use
 from .steps import EdgeUse, Product, Ring, StepTable, When
 
-__all__ = ["TILES", "Run", "check_drains"]
-
 #: Signals that both CTAs take part in.
 OF_BOTH_CTAS = (Signal.TMA_PAIR, *PAIR_SIGNALS, Signal.TMA_BOTH, Signal.WARPS_BOTH)
 RESPONSES = 2  # of the dynamic scheduler, read or under way

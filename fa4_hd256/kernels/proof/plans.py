@@ -16,8 +16,6 @@ from .steps import Ring, StepTable
 from .tables import edges_table, smem_table, tmem_table, warps_table
 from .timeline import describe_roles, describe_steps
 
-__all__ = ["PlanSteps", "describe", "prove"]
-
 
 @dataclass(frozen=True)
 class PlanSteps:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ..plan.edges import EdgeTable
 from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, Want, When
 
-__all__ = ["CTAS", "LEADER", "OperationKind", "RoleOperation", "Programs", "Use"]
-
 CTAS = (0, 1)
 LEADER = 0
 

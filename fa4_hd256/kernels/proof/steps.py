@@ -28,40 +28,6 @@ from dataclasses import dataclass
 from ..context import CLAIM_STEPS
 from ..plan.edges import EdgeTable
 
-__all__ = [
-    "Act",
-    "Action",
-    "Advance",
-    "Copy",
-    "EdgeUse",
-    "Issue",
-    "Load",
-    "Operand",
-    "Product",
-    "Ring",
-    "Role",
-    "StepTable",
-    "Verb",
-    "Want",
-    "When",
-    "again",
-    "arrive",
-    "change",
-    "done",
-    "each",
-    "fill",
-    "first",
-    "last",
-    "leave",
-    "multiply",
-    "read",
-    "read_oldest",
-    "skip",
-    "touch",
-    "wait",
-    "write",
-]
-
 
 class When(enum.Enum):
     """Steps of a tile in which something happens."""

@@ -8,8 +8,6 @@ from ..limits import SMEM_CAPACITY
 from ..plan.budgets import TMEM_COLUMNS, SmemPlan, TmemPlan, WarpPlan
 from ..plan.edges import EdgeTable
 
-__all__ = ["edges_table", "smem_table", "tmem_table", "warps_table"]
-
 
 def _table(titles: str, rows: Iterable[tuple[object, ...]]) -> str:
     """Return a table. titles: of the columns, separated by commas."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..plan.edges import EdgeTable
 from .steps import Act, Action, EdgeUse, Load, Product, Role, StepTable, Verb, When
 
-__all__ = ["describe_roles", "describe_steps"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -32,17 +32,6 @@ from ..operands import BLOCK_COLUMNS, LoadTarget
 from ..plan.edges import SharedByReference
 from .pages import PlacedTile
 
-__all__ = [
-    "GatherTensor",
-    "GatheredKeys",
-    "GatheredTile",
-    "KeyRange",
-    "copy_rows",
-    "gather_tensor",
-    "load_rows",
-    "page_sizes",
-]
-
 PIECE_BYTES = 16  # of a lane's copy
 BLOCK_BYTES = 128  # of a row in a block of columns
 BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES

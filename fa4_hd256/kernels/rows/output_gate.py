@@ -16,16 +16,6 @@ from cutlass import Float32, Int32
 from ..problem_class import GATE_OF_HEADS
 from .sequences import by_sequence, columns_of
 
-__all__ = [
-    "Columns",
-    "by_rows",
-    "gated",
-    "multiply_by_gate",
-    "neighbours",
-    "row_of_gate",
-    "sigmoid",
-]
-
 #: Columns of a load: 16 bytes of 16-bit elements.
 LOADED = 8
 

@@ -41,8 +41,6 @@ from ..operands import LoadTarget, TmaTensor, load_box
 from ..plan.edges import SharedByReference
 from .sequences import Sequence, clip, clipped_box
 
-__all__ = ["FirstPage", "PagedKeys", "PagedTile", "PlacedTile", "box_rows", "load_pages"]
-
 #: Bits of a box's clipped rows beside its end, more than any box has.
 ROW_BITS = 8
 #: Rows of a box at most, so that those clipped on either side fit into these bits.

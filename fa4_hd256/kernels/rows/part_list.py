@@ -21,8 +21,6 @@ from cutlass import Boolean, Int32
 
 from ..mask.masking import KvSplit
 
-__all__ = ["HEADER", "LAST_BIT", "SEQUENCE_SHIFT", "UNUSED", "PartList", "list_length"]
-
 #: Words of the header.
 HEADER = 4
 #: Keys of a part at most, so that products with the number of a part stay in 32 bits.

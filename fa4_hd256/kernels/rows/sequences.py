@@ -22,34 +22,6 @@ from cutlass import Int32
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..plan.edges import SharedByReference
 
-__all__ = [
-    "CACHE_BATCH_IDX",
-    "CACHE_LEFTPAD",
-    "DS_BEGINS",
-    "LANE_COLUMNS",
-    "PADDING",
-    "PAGE_TABLE",
-    "PART_LIST",
-    "TREE_WORDS",
-    "Sequence",
-    "SequenceTensors",
-    "Sequences",
-    "TilePlace",
-    "by_packed_heads",
-    "by_sequence",
-    "cache_entries",
-    "clip",
-    "clipped_at_start",
-    "clipped_box",
-    "clipped_view",
-    "columns_of",
-    "lane_columns",
-    "load_lane_columns",
-    "padded_rows",
-    "sequence_tensors",
-    "tma_tile",
-]
-
 #: The rows of each sequence begin at a multiple of this in tensors with padded rows: the query rows
 #: of a CTA pair.
 PADDING = 256

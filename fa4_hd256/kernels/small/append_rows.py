@@ -26,16 +26,6 @@ from ..limits import HEAD_DIM, WARP_SIZE
 from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
-__all__ = [
-    "AppendClass",
-    "AppendConfig",
-    "AppendKernel",
-    "AppendTables",
-    "RotaryClass",
-    "RotaryRows",
-    "RotaryTables",
-]
-
 #: The largest number of rows.
 LARGEST_COUNT = (1 << 31) - 1
 

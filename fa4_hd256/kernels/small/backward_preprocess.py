@@ -47,8 +47,6 @@ from ..rows.sequences import (
     load_lane_columns,
 )
 
-__all__ = ["PreprocessClass", "PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
-
 LOG2_E = math.log2(math.e)
 
 

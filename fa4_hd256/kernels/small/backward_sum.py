@@ -17,8 +17,6 @@ from cutlass import Float32, Int32
 from ..limits import WARP_SIZE
 from ..rows.sequences import LANE_COLUMNS, by_sequence, lane_columns, load_lane_columns
 
-__all__ = ["SumConfig", "SumKernel"]
-
 
 @dataclass(frozen=True)
 class SumConfig:

@@ -11,8 +11,6 @@ import torch
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..problem_class import ELEMENT_TYPES
 
-__all__ = ["MOST_PARTS", "CombineClass", "CombineConfig", "CombineRule"]
-
 #: Parts of a row, at most: two for each lane.
 MOST_PARTS = 2 * WARP_SIZE
 #: Warps of a CTA.

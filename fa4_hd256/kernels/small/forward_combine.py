@@ -40,8 +40,6 @@ from ..rows.part_list import PartList
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 from .combine_config import CombineClass, CombineConfig
 
-__all__ = ["CombineKernel", "RaggedCombineKernel"]
-
 LOG2_E = math.log2(math.e)
 #: Stands for an LSE of +inf: the largest float32.
 LARGEST_LSE = 3.4028234663852886e38

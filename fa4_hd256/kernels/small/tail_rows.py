@@ -26,8 +26,6 @@ from ..limits import WARP_SIZE
 from ..mask.masking import MaskKind
 from ..rows.sequences import columns_of
 
-__all__ = ["TailBounds", "TailClass", "TailConfig", "TailKernel", "TailTensors"]
-
 #: Words of a row that a lane writes at once.
 LANE_WORDS = 4
 #: A word that is NaN in float32, and twice NaN in bfloat16 and float16.

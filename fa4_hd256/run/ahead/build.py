@@ -32,9 +32,7 @@ from .prebuilt import (
     sources_of,
     storage,
 )
-from .targets import TARGETS, BuildTarget
-
-__all__ = ["TARGETS", "Build", "BuildTarget", "build"]
+from .targets import TARGETS
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,6 @@ from ..catalogue import KernelSpec, TuningKey, append_spec, tuning_key
 from ..forward import add_combine, add_launches
 from ..plan import PlanBuilder
 
-__all__ = ["FORMS", "USES", "Needs", "specs_of"]
-
 #: (dtype, q_dtype, kv_dtype) of `ProblemClass`.
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 

@@ -11,8 +11,6 @@ import argparse
 from ...models import MODELS
 from .targets import TARGETS
 
-__all__ = ["OF_Q", "add_arguments"]
-
 #: Names of `needs.USES` and `FORMS`, and of `warm`'s dtypes; a test compares them.
 USES = ("decode", "prefill", "training")
 FORMS = (

@@ -26,11 +26,6 @@ from ...words import shown
 from ..keys import COMPILER, content_digest, cpu_features
 from ..native_cache import NativeCache, writable_by_others
 
-__all__ = [
-    "MANIFEST", "Prebuilt", "active", "build_into", "forget", "identity", "instruction_sets",
-    "jit_allowed", "path_of", "read_manifest", "sources_of", "storage", "use_prebuilt",
-]  # fmt: skip
-
 #: Raised whenever the manifest or an entry changes its meaning.
 FORMAT = 1
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ...architectures import ARCHITECTURES, Architecture
 
-__all__ = ["TARGETS", "BuildTarget"]
-
 
 @dataclass(frozen=True)
 class BuildTarget:

@@ -10,7 +10,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.kernels.blackwell.forward import kernel as blackwell_forward
 from fa4_hd256.kernels.hopper.backward import dv as hopper_dv
-from fa4_hd256.kernels.hopper.forward import kernel as hopper_forward
+from fa4_hd256.kernels.hopper.forward import warpgroup as hopper_forward
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 

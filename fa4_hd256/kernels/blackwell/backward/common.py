@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -30,21 +30,10 @@ from ..pair_kernel import PairContext, PairKernel, await_buffer
 from ..tmem import tmem_buffer
 from .config import GradientConfig
 
-__all__ = [
-    "BlackwellBackward",
-    "BlackwellBackwardContext",
-    "FRAGMENT",
-    "KernelTiles",
-    "RowMask",
-    "RowsOfStep",
-    "ScoreMask",
-    "score_gradients",
-    "store_row",
-    "warpgroup",
-    "zeros",
-]
-
 FRAGMENT = 32  # columns that one tensor-memory load moves
+
+#: Class of an MMA warp's own rings.
+Rings = TypeVar("Rings", bound="ScoreRings")
 
 
 @dataclass(frozen=True)
@@ -92,6 +81,14 @@ class RowsOfStep(NamedTuple):
     head: Int32
 
 
+class ScoreRings(Protocol):
+    """Buffers of S, of dP and of the ring that the MMA warp uses next, beside those that stay."""
+
+    s: RingState
+    dp: RingState
+    ring: RingState
+
+
 class KernelTiles(Protocol):
     """Tiles of a launch and their steps, which a kernel owns."""
 
@@ -114,6 +111,11 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
     context_class = BlackwellBackwardContext
     tiles: KernelTiles
+    #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
+    kept: tuple[str, str]
+    passing: str
+    mma_s: Sequence[Mma]
+    mma_dp: Sequence[Mma]
     load: Callable
     mma: Callable
     gradient: Callable
@@ -226,6 +228,52 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             mma.issue(address, a, b, adds if number == 0 else True)
             barriers["ring_free"].commit(ring)
             ring.advance()
+
+    def _first_s(self, context: BlackwellBackwardContext, work: WorkTile, rings: Rings) -> Rings:
+        """Issue S of a tile's first step, which waits for the tile's Q or K."""
+        self._enter(context, self.kept[0], rings)
+        return self._s(context, self.num_steps(context, work) == 1, rings)
+
+    def _first_dp(self, context: BlackwellBackwardContext, work: WorkTile, rings: Rings) -> Rings:
+        """Issue dP of a tile's first step, which waits for the tile's dO or V."""
+        self._enter(context, self.kept[1], rings)
+        return self._dp(context, self.num_steps(context, work) == 1, rings)
+
+    def _enter(self, context: BlackwellBackwardContext, name: str, rings: ScoreRings) -> None:
+        """Wait for an operand that stays for the tile. It has one buffer, so the state's index
+        stays 0, and its phase is that of the next tile at once."""
+        state = getattr(rings, name)
+        context.barriers[f"{name}_loaded"].wait(state)
+        state.advance()
+
+    @traced("S")
+    @cute.jit
+    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: ScoreRings):
+        """S = Q K^T of a step, or its transpose; the tile's last one is done with what stays."""
+        barriers, kept = context.barriers, self.kept[0]
+        barriers["s_free"].wait(rings.s)
+        self.issue_from_ring(context, self.mma_s, (kept, self.passing), ("s", rings.s), rings.ring)
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        if is_last:
+            barriers[f"{kept}_free"].commit(getattr(rings, kept))
+        return rings
+
+    @traced("dP")
+    @cute.jit
+    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: ScoreRings):
+        """dP = dO V^T of a step, or its transpose; the tile's last one is done with what stays.
+        Without an edge dp_free the order of the MMAs says that dP may be overwritten."""
+        barriers, kept = context.barriers, self.kept[1]
+        if cutlass.const_expr("dp_free" in barriers):
+            barriers["dp_free"].wait(rings.dp)
+        operands = kept, self.passing
+        self.issue_from_ring(context, self.mma_dp, operands, ("dp", rings.dp), rings.ring)
+        barriers["dp_done"].commit(rings.dp)
+        rings.dp.advance()
+        if is_last:
+            barriers[f"{kept}_free"].commit(getattr(rings, kept))
+        return rings
 
     # ------------------------------------------------------------ gradient
 

@@ -31,16 +31,6 @@ from ..pair_plan import (
     common_regions,
 )
 
-__all__ = [
-    "BackwardConfig",
-    "BackwardWarpPlan",
-    "DkdvPlan",
-    "DqPlan",
-    "DvPlan",
-    "GradientConfig",
-    "ProductsPlan",
-]
-
 TILE_BYTES = 128 * 128 * ELEMENT_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
 PIECE_BYTES = 64 * 128 * ELEMENT_BYTES  # of a ring of half as large pieces
 

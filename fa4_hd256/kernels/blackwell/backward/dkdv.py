@@ -62,8 +62,6 @@ from .common import (
 )
 from .config import DkdvPlan, GradientConfig
 
-__all__ = ["DkdvKernel"]
-
 UNIT_Q = TILE_Q  # queries of a unit, as many as a tile of the forward has; a tile here is of keys
 CTA_KEYS = BLOCK_KV // 2  # keys of a CTA
 THREAD_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
@@ -106,6 +104,7 @@ class DkdvKernel(BlackwellBackward):
     """
 
     tiles: DkdvTiles
+    kept, passing = ("k", "v"), "ring"
     rows_of = "k"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM // 2),
@@ -317,35 +316,6 @@ class DkdvKernel(BlackwellBackward):
         context.barriers["dp_free"].wait_for_all(rings.dp)
         context.barriers["sums_free"].wait_for_all(rings.sums)
 
-    def _first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvMmaRings
-    ) -> DkdvMmaRings:
-        """S of a tile's first unit, which waits for the tile's K."""
-        context.barriers["k_loaded"].wait(rings.k)
-        rings.k.advance()
-        return self._s(context, self.num_steps(context, work) == 1, rings)
-
-    def _first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvMmaRings
-    ) -> DkdvMmaRings:
-        """dP of a tile's first unit, which waits for the tile's V."""
-        context.barriers["v_loaded"].wait(rings.v)
-        rings.v.advance()
-        return self._dp(context, self.num_steps(context, work) == 1, rings)
-
-    @traced("S")
-    @cute.jit
-    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
-        """S^T = K Q^T of a unit; the tile's last one is done with K."""
-        barriers = context.barriers
-        barriers["s_free"].wait(rings.s)
-        self.issue_from_ring(context, self.mma_s, ("k", "ring"), ("s", rings.s), rings.ring)
-        barriers["s_done"].commit(rings.s)
-        rings.s.advance()
-        if is_last:
-            barriers["k_free"].commit(rings.k)
-        return rings
-
     @traced("dV")
     @cute.jit
     def _dv(self, context: BlackwellBackwardContext, number: Int32, rings: DkdvMmaRings):
@@ -356,19 +326,6 @@ class DkdvKernel(BlackwellBackward):
             context.barriers["sums_free"].wait(rings.sums)
             rings.sums.advance()
         return self._add_weighted(context, "dv", adds, rings)
-
-    @traced("dP")
-    @cute.jit
-    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
-        """dP^T = V dO^T of a unit; the tile's last one is done with V."""
-        barriers = context.barriers
-        barriers["dp_free"].wait(rings.dp)
-        self.issue_from_ring(context, self.mma_dp, ("v", "ring"), ("dp", rings.dp), rings.ring)
-        barriers["dp_done"].commit(rings.dp)
-        rings.dp.advance()
-        if is_last:
-            barriers["v_free"].commit(rings.v)
-        return rings
 
     @traced("dK")
     def _dk(

@@ -64,8 +64,6 @@ from .common import (
 from .config import DqPlan, GradientConfig
 from .row_result import ResultPlace, RowResult, first_row, lane
 
-__all__ = ["DqKernel"]
-
 #: Keys of a step that one warpgroup works on, and that a CTA loads for S.
 WARPGROUP_KEYS = BLOCK_KV // 2
 
@@ -103,6 +101,7 @@ class DqKernel(BlackwellBackward):
 
     tiles: DqTiles
     rows_of = "q"
+    kept, passing = ("q", "dout"), "keys"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
         "k": (1, WARPGROUP_KEYS, HEAD_DIM),
@@ -122,8 +121,9 @@ class DqKernel(BlackwellBackward):
         # dS of a warpgroup lies over the half of dP that it alone reads.
         half = TmemOperand.contiguous(WARPGROUP_KEYS).step_columns
         ds = TmemOperand((*half, *(WARPGROUP_KEYS + column for column in half)))
-        self.mma_s = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate), rows, keys)
-        self.mma_dp = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16), rows, keys)
+        s = MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate)
+        self.mma_s = [Mma(s, rows, keys)]
+        self.mma_dp = [Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16), rows, keys)]
         dq = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
         self.mma_dq = Mma(dq, ds, mn_major_operand(BLOCK_KV))
 
@@ -291,35 +291,6 @@ class DqKernel(BlackwellBackward):
         context.barriers["s_free"].wait_for_all(rings.s)
         context.barriers["dq_free"].wait_for_all(rings.dq)
 
-    def _first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqMmaRings
-    ) -> DqMmaRings:
-        """S of a tile's first step, which waits for the tile's Q."""
-        context.barriers["q_loaded"].wait(rings.q)
-        rings.q.advance()
-        return self._s(context, self.num_steps(context, work) == 1, rings)
-
-    def _first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqMmaRings
-    ) -> DqMmaRings:
-        """dP of a tile's first step, which waits for the tile's dO."""
-        context.barriers["dout_loaded"].wait(rings.dout)
-        rings.dout.advance()
-        return self._dp(context, self.num_steps(context, work) == 1, rings)
-
-    @traced("S")
-    @cute.jit
-    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
-        """S = Q K^T of a step; the tile's last one is done with Q."""
-        barriers = context.barriers
-        barriers["s_free"].wait(rings.s)
-        self.issue_from_ring(context, [self.mma_s], ("q", "keys"), ("s", rings.s), rings.ring)
-        barriers["s_done"].commit(rings.s)
-        rings.s.advance()
-        if is_last:
-            barriers["q_free"].commit(rings.q)
-        return rings
-
     @traced("dQ")
     @cute.jit
     def _dq(
@@ -344,18 +315,6 @@ class DqKernel(BlackwellBackward):
         rings.ds.advance()
         if cutlass.const_expr(is_last):
             barriers["dq_done"].commit(rings.dq)
-        return rings
-
-    @traced("dP")
-    @cute.jit
-    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
-        """dP = dO V^T of a step, NOTE [dS over dP]; the tile's last one is done with dO."""
-        barriers = context.barriers
-        self.issue_from_ring(context, [self.mma_dp], ("dout", "keys"), ("dp", rings.dp), rings.ring)
-        barriers["dp_done"].commit(rings.dp)
-        rings.dp.advance()
-        if is_last:
-            barriers["dout_free"].commit(rings.dout)
         return rings
 
     # ------------------------------------------------------------ gradient

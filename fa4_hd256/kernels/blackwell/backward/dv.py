@@ -96,8 +96,6 @@ from .quads import (
 )
 from .row_result import CTA_ROWS, WARPGROUP_COLUMNS, ResultPlace, RowResult, first_row
 
-__all__ = ["DvKernel"]
-
 TILE_KEYS = DS_BLOCK
 
 
@@ -147,6 +145,7 @@ class DvKernel(BlackwellBackward):
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
     tiles: DvTiles
+    kept, passing = ("k", "v"), "ring"
     boxes = {
         "q": (0, WARPGROUP_QUERIES, HEAD_DIM // 2),
         "k": (1, CTA_ROWS, HEAD_DIM),
@@ -353,36 +352,6 @@ class DvKernel(BlackwellBackward):
         context.barriers["s_free"].wait_for_all(rings.s)
         context.barriers["dv_free"].wait_for_all(rings.dv)
 
-    def _first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvMmaRings
-    ) -> DvMmaRings:
-        """S of a tile's first step, which waits for the tile's K."""
-        context.barriers["k_loaded"].wait(rings.k)
-        # Before k_free is signalled: K has one stage, so the state's index stays 0.
-        rings.k.advance()
-        return self._s(context, self.num_steps(context, work) == 1, rings)
-
-    def _first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvMmaRings
-    ) -> DvMmaRings:
-        """dP of a tile's first step, which waits for the tile's V."""
-        context.barriers["v_loaded"].wait(rings.v)
-        rings.v.advance()
-        return self._dp(context, self.num_steps(context, work) == 1, rings)
-
-    @traced("S")
-    @cute.jit
-    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
-        """S^T = K Q^T of a step; the tile's last one is done with K."""
-        barriers = context.barriers
-        barriers["s_free"].wait(rings.s)
-        self.issue_from_ring(context, self.mma_s, ("k", "ring"), ("s", rings.s), rings.ring)
-        barriers["s_done"].commit(rings.s)
-        rings.s.advance()
-        if is_last:
-            barriers["k_free"].commit(rings.k)
-        return rings
-
     @traced("dV")
     @cute.jit
     def _dv(
@@ -409,18 +378,6 @@ class DvKernel(BlackwellBackward):
         rings.p.advance()
         if cutlass.const_expr(is_last):
             barriers["dv_done"].commit(rings.dv)
-        return rings
-
-    @traced("dP")
-    @cute.jit
-    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
-        """dP^T = V dO^T of a step, NOTE [P over dP]; the tile's last one is done with V."""
-        barriers = context.barriers
-        self.issue_from_ring(context, self.mma_dp, ("v", "ring"), ("dp", rings.dp), rings.ring)
-        barriers["dp_done"].commit(rings.dp)
-        rings.dp.advance()
-        if is_last:
-            barriers["v_free"].commit(rings.v)
         return rings
 
     # ------------------------------------------------------------ gradient

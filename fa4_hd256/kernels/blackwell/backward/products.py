@@ -47,8 +47,6 @@ from .common import BlackwellBackward, BlackwellBackwardContext
 from .config import GradientConfig
 from .row_result import ResultPlace, RowResult
 
-__all__ = ["ProductsKernel"]
-
 BY_ROWS = mn_major_operand(DS_TILE)  # 128 rows of Q or K, reduced over
 
 #: Rows and columns of the box in which TMA copies a tile; its bytes stay in their order.

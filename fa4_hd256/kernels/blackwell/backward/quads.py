@@ -32,25 +32,6 @@ from ...plan.edges import SharedByReference
 from ..tmem_quads import quad_fragment
 from .common import BlackwellBackwardContext, warpgroup
 
-__all__ = [
-    "COLUMNS",
-    "WARPGROUP_QUERIES",
-    "QUAD",
-    "STEP_QUERIES",
-    "DsStore",
-    "FunctionMask",
-    "ListedMask",
-    "ListedNumber",
-    "QuadMask",
-    "QuadRegisters",
-    "StepDs",
-    "StepMask",
-    "TileStep",
-    "first_key",
-    "first_query",
-    "quad",
-]
-
 STEP_QUERIES = DS_TILE
 WARPGROUP_QUERIES = STEP_QUERIES // 2  # of a step, and those that a CTA loads for S
 QUAD = 4  # threads that share keys

@@ -24,8 +24,6 @@ from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BlackwellBackwardContext, store_row, warpgroup, zeros
 
-__all__ = ["WARPGROUP_COLUMNS", "CTA_ROWS", "ResultPlace", "RowResult", "first_row", "lane"]
-
 CTA_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
 TILE_ROWS = CTAS * CTA_ROWS
 WARPGROUP_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains

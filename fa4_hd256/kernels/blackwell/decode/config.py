@@ -69,16 +69,6 @@ from ...plan.budgets import (
 from ...plan.edges import Edge, EdgeTable, Signal
 from ..pair_plan import check_ring, common_regions
 
-__all__ = [
-    "BLOCK_KV",
-    "DECODE",
-    "DECODE_E4M3",
-    "HALVES",
-    "MMA_K",
-    "DecodeConfig",
-    "DecodeWarpPlan",
-]
-
 # Elements of a sum that one instruction multiplies (`instructions.mma_chain`).
 MMA_K = 16
 

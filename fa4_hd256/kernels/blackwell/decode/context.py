@@ -12,14 +12,6 @@ from ...forward.decode_rows import BARRIER
 from ...plan.edges import RingRecord, RingState
 from ..pair_kernel import PairContext
 
-__all__ = [
-    "BlackwellDecodeContext",
-    "BlackwellE4m3DecodeContext",
-    "DecodeLoadRings",
-    "DecodeMmaRings",
-    "DecodeSoftmaxRings",
-]
-
 
 @dataclass(frozen=True)
 class BlackwellDecodeContext(ForwardContext, PairContext):

@@ -52,8 +52,6 @@ from .context import (
 )
 from .kernel import DecodeKernel, KvTile, p_layout, smem_buffer
 
-__all__ = ["DecodeE4m3Kernel"]
-
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
 #: Weight of lo.

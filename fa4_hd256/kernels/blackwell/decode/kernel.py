@@ -76,8 +76,6 @@ from .context import (
 )
 from .rows import GroupRows
 
-__all__ = ["DecodeKernel", "p_layout", "smem_buffer"]
-
 # P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key: those of neighbouring keys first.
 GROUP = 8
 CORE_BYTES = 128

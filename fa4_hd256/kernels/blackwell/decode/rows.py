@@ -21,8 +21,6 @@ from ...plan.edges import SharedByReference
 from ...rows.output_gate import gated
 from .context import BlackwellDecodeContext
 
-__all__ = ["GroupRows"]
-
 
 @dataclass(frozen=True)
 class GroupRows(SharedByReference):

@@ -29,8 +29,6 @@ from ..pair_plan import (
     common_regions,
 )
 
-__all__ = ["E4M3_CONFIG", "P_HALVES", "TILES", "ForwardConfig", "ForwardWarpPlan"]
-
 # Bytes of a row of an operand that one slice of an MMA multiplies (`instructions.mma_chain`).
 SLICE_BYTES = 32
 

@@ -12,15 +12,6 @@ from ...forward.context import ForwardContext
 from ...plan.edges import RingRecord, RingState
 from ..pair_kernel import PairContext
 
-__all__ = [
-    "BlackwellForwardContext",
-    "CorrectionRings",
-    "LoadRings",
-    "MmaRings",
-    "ScoreRow",
-    "SoftmaxRings",
-]
-
 
 @dataclass(frozen=True)
 class BlackwellForwardContext(ForwardContext, PairContext):

@@ -31,8 +31,6 @@ from .config import P_LOG2
 from .context import BlackwellForwardContext
 from .kernel import ForwardKernel
 
-__all__ = ["ForwardE4m3Kernel"]
-
 
 class ForwardE4m3Kernel(ForwardKernel):
     """See the module's docstring; the arguments are those of `ForwardKernel`."""

@@ -76,8 +76,6 @@ from .operands import buffers_in, tensors_of
 from .output import load_columns, output_slices, rescale, store_zeros
 from .scores import RangeMask, StepScores, hand_over
 
-__all__ = ["ForwardKernel"]
-
 #: A KV tile: its number, or where its rows lie.
 KvTile: TypeAlias = "Int32 | PagedTile | ListedTile"
 

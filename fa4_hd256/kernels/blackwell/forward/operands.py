@@ -14,8 +14,6 @@ from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from .config import ForwardConfig
 
-__all__ = ["buffers_in", "tensors_of"]
-
 
 def tensors_of(
     kernel: ForwardCommon, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any

@@ -21,8 +21,6 @@ from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..tmem import multiply, tmem_load, tmem_store
 from .scores import LOAD_COLUMNS
 
-__all__ = ["load_columns", "output_slices", "rescale", "store_zeros"]
-
 
 def load_columns(address: Int32, columns: int) -> cute.Tensor:
     """Return some columns of this thread's row in registers.  address: of the first one in the

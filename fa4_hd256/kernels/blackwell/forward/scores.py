@@ -22,8 +22,6 @@ from ..instructions import fence_before_thread_sync
 from ..tmem import tmem_load
 from .context import BlackwellForwardContext, ScoreRow
 
-__all__ = ["LOAD_COLUMNS", "RangeMask", "StepScores", "hand_over"]
-
 #: Columns that one tcgen05.ld moves: many, since each load of O shows its latency, and of several
 #: loads of S ptxas may move the last ones behind first uses.
 LOAD_COLUMNS = 64

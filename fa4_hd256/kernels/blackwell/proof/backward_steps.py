@@ -26,13 +26,6 @@ from ...proof.steps import (
     write,
 )
 
-__all__ = [
-    "DKDV_STEPS",
-    "DQ_STEPS",
-    "DV_STEPS",
-    "PRODUCTS_STEPS",
-]
-
 PIECES = 2  # buffers of Q or dO that a unit of dK/dV takes: 128 columns, or 128 queries, each
 
 DQ_STEPS = StepTable(

@@ -29,8 +29,6 @@ from ...proof.steps import (
 )
 from ..decode.config import HALVES, DecodeConfig
 
-__all__ = ["decode_steps"]
-
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
     Ring("q", full="q_loaded", free="q_free"),

@@ -27,8 +27,6 @@ from ...proof.steps import (
 )
 from ..forward.config import P_HALVES, ForwardConfig
 
-__all__ = ["forward_steps"]
-
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
     # The TMA store of the O that was staged in the Q buffer reads it last.

@@ -20,8 +20,6 @@ from . import backward_steps as backward
 from .decode_steps import decode_steps
 from .forward_steps import forward_steps
 
-__all__ = ["plans_of"]
-
 #: Plan -> kernel and steps.
 BACKWARD: dict[type, tuple[str, StepTable]] = {
     DvPlan: ("the kernel of dV and dS", backward.DV_STEPS),

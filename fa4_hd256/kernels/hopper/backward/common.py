@@ -27,8 +27,6 @@ from ..fragments import store_row
 from ..instructions import WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of
 from .config import GradientConfig
 
-__all__ = ["BOTH_CTAS", "HopperBackward"]
-
 BOTH_CTAS = 0b11
 
 

@@ -21,18 +21,6 @@ from ...plan.budgets import (
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 
-__all__ = [
-    "CTAS",
-    "PIECES",
-    "PIECE_ROWS",
-    "BackwardConfig",
-    "BackwardWarpPlan",
-    "DvPlan",
-    "GradientConfig",
-    "ProductsPlan",
-    "SinglePlan",
-]
-
 CTAS = 2  # of a cluster
 ROW_BYTES = HEAD_DIM * ELEMENT_BYTES
 PIECE_ROWS = 64  # of Q or K in a buffer of the GEMMs

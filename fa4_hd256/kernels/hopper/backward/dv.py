@@ -72,8 +72,6 @@ from .common import HopperBackward
 from .config import CTAS, DvPlan, GradientConfig
 from .key_rows import KeyMask, KeyRows, ListedKeyMask
 
-__all__ = ["DvKernel"]
-
 TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
 CTA_KEYS = TILE_KEYS // CTAS
 RUNS = STEP_QUERIES // RUN

@@ -22,8 +22,6 @@ from ...rows.sequences import Sequence, TilePlace
 from ..instructions import QUAD, ROWS, fragment_columns, row_of_fragment, rows_of, this_warpgroup
 from .config import DvPlan, SinglePlan
 
-__all__ = ["KeyMask", "KeyRows", "ListedKeyMask", "StatOf"]
-
 BEYOND = 1 << 30  # a query that no key sees
 
 #: -LSE, or -delta, of an element of a fragment, by its number.

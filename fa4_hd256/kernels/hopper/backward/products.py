@@ -58,8 +58,6 @@ from ..instructions import (
 from .common import HopperBackward
 from .config import PIECE_ROWS, PIECES, GradientConfig
 
-__all__ = ["ProductsKernel"]
-
 SLICES = PIECE_ROWS // 16  # of K = 16
 
 

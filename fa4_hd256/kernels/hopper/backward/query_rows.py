@@ -19,8 +19,6 @@ from ..instructions import QUAD, ROWS, fragment_columns, row_of_fragment, rows_o
 from .config import SinglePlan
 from .key_rows import StatOf
 
-__all__ = ["QueryMask", "QueryRows"]
-
 
 class QueryMask(NamedTuple):
     """Facts that hide scores of a tile.

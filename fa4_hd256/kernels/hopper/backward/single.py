@@ -54,8 +54,6 @@ from .config import CTAS, GradientConfig, SinglePlan
 from .key_rows import KeyMask, KeyRows, ListedKeyMask
 from .query_rows import QueryMask, QueryRows
 
-__all__ = ["DkKernel", "DqKernel", "SingleDvKernel"]
-
 TILE_ROWS, STEP_COLUMNS = SinglePlan.tile_rows, SinglePlan.step_columns
 CTA_ROWS = TILE_ROWS // CTAS
 RUNS = STEP_COLUMNS // RUN

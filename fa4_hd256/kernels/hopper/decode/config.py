@@ -41,8 +41,6 @@ from ...plan.budgets import (
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 
-__all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "E4m3Config", "E4m3WarpPlan"]
-
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 QK_PARTS = 4  # of the columns, by which K becomes f16 and is multiplied
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from ...forward.context import ForwardContext
 
-__all__ = ["HopperE4m3DecodeContext"]
-
 
 @dataclass(frozen=True)
 class HopperE4m3DecodeContext(ForwardContext):

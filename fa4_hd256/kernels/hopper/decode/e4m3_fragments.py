@@ -23,8 +23,6 @@ from ...operands import ROW_BYTES
 from ..instructions import QUAD, WARPGROUP_THREADS
 from .config import BLOCK_KV, QK_PARTS
 
-__all__ = ["KEY_STEPS", "convert_keys", "convert_values", "read_keys", "read_values", "thread_key"]
-
 #: How far a thread's two keys of a step are from its first one.
 KEY_STEPS = (0, 8)
 WORD = 4  # bytes

@@ -72,8 +72,6 @@ from .e4m3_fragments import (
     thread_key,
 )
 
-__all__ = ["DecodeE4m3Kernel"]
-
 TILE_COLUMNS = HEAD_DIM // 2  # of K or V, whose bytes come in twos
 KEYS = len(KEY_STEPS)  # of a thread
 #: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key.

@@ -9,6 +9,7 @@ other, take less than the loads of the next; its room goes to stages, so that th
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
@@ -25,8 +26,6 @@ from ...plan.budgets import (
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 
-__all__ = ["DECODE", "MASKED", "WARPGROUP_ROWS", "ForwardConfig", "ForwardWarpPlan"]
-
 WARPGROUP_ROWS = 64  # query rows of a warpgroup
 BLOCK_KV = 80  # keys of a step
 SHORT_BLOCK_KV = 64  # of a short one
@@ -41,6 +40,33 @@ DECODE_SECONDS = 0.885e-6 / 64
 #: What splitting the keys must save, in keys, and what a KV split takes beside its steps: the same
 #: time whatever the keys of a step.
 LEAST_SAVED, BESIDE_STEPS = 5 * BLOCK_KV, BLOCK_KV
+
+
+def check_stages(config: Any) -> None:
+    """Raise ValueError for fewer than two buffers of K or of V."""
+    for name in ("k_stages", "v_stages"):
+        if getattr(config, name) < 2:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; at least 2 are needed: a tile is read while "
+                "that of the next step arrives"
+            )
+
+
+def query_region(config: Any) -> SmemRegion:
+    """Return the buffers of Q, one for each warpgroup."""
+    note = "64 rows x 256, of a warpgroup each"
+    return SmemRegion.operand("q", config.warpgroups, config.q_bytes, note)
+
+
+def query_edges(config: Any) -> tuple[Edge, Edge]:
+    """Return the edges of the buffers of Q."""
+    stages, warps = config.warpgroups, len(config.warps.consumers) // config.warpgroups
+    return (
+        Edge("q_loaded", stages, Signal.TMA_CTA, "load", 1, "consumers",
+             "Q of a warpgroup in SMEM", transaction_bytes=config.q_bytes),
+        Edge("q_free", stages, Signal.WARPS_CTA, "consumers", warps, "load",
+             "Q of a warpgroup: its last QK is done", True),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,12 +150,7 @@ class ForwardConfig:
             raise ValueError(
                 f"block_kv is {self.block_kv}; accepted are multiples of 16 from 16 to 128"
             )
-        for name in ("k_stages", "v_stages"):
-            if getattr(self, name) < 2:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; at least 2 are needed: a tile is read while "
-                    "that of the next step arrives"
-                )
+        check_stages(self)
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
         check_threshold(self.rescale_threshold)
@@ -212,9 +233,7 @@ class ForwardConfig:
         block = self.block_kv
         return SmemPlan(
             (
-                SmemRegion.operand(
-                    "q", self.warpgroups, self.q_bytes, "64 rows x 256, of a warpgroup each"
-                ),
+                query_region(self),
                 SmemRegion.operand("k", self.k_stages, self.kv_bytes, f"{block} keys x 256"),
                 SmemRegion.operand("v", self.v_stages, self.kv_bytes, f"{block} keys x 256"),
                 *common_regions(self.edges, COUNTER_SMEM_BYTES),
@@ -233,11 +252,7 @@ class ForwardConfig:
             tile_bytes = 0
         return EdgeTable(
             (
-                Edge("q_loaded", self.warpgroups, Signal.TMA_CTA, "load", 1, "consumers",
-                     "Q of a warpgroup in SMEM", transaction_bytes=self.q_bytes),
-                Edge("q_free", self.warpgroups, Signal.WARPS_CTA, "consumers",
-                     warps // self.warpgroups, "load", "Q of a warpgroup: its last QK is done",
-                     True),
+                *query_edges(self),
                 Edge("k_loaded", self.k_stages, loaded, role, arriving, "consumers",
                      "K tile in SMEM", transaction_bytes=tile_bytes),
                 Edge("k_free", self.k_stages, free, "consumers", warps, role,

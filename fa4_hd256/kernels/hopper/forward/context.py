@@ -13,23 +13,12 @@ from ....softmax_emu.online import OnlineSoftmax
 from ...forward.context import ForwardContext
 from ...plan.edges import RingState, SharedByReference
 
-__all__ = [
-    "Fragments",
-    "HopperForwardContext",
-    "WarpgroupTile",
-    "RowSoftmax",
-    "Running",
-    "StepKeys",
-]
-
 
 @dataclass(frozen=True)
 class HopperForwardContext(ForwardContext):
     """State that every warp role of one CTA shares.
 
-    Buffers in `smem`, of 16-bit elements: "q" (64, 256, warpgroups), the rows of each warpgroup;
-    "k" and "v" (block_kv, 256 / ctas, stages * ctas), as this CTA loads them; "k_tiles" and
-    "v_tiles" (block_kv, 256, stages), the same memory as it is multiplied.
+    Buffers in `smem`: those of the kernel's `_operands`, which has their shapes.
     """
 
 

@@ -11,20 +11,9 @@ Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next
                                           S(1)->P(1)   S(2)->P(2)
     warpgroup 1   the same, for its own rows
 
-A warpgroup issues QK(i + 1) and PV(i) together and makes P(i + 1) while PV(i) runs; nothing ties
-the warpgroups together but the buffers, so that one multiplies while the other rounds or stores.
-
-The roles follow in the order in which a tile passes through them: set-up, load, consume (its tiles,
-their steps, the softmax, what hides scores), results.  The tables of roles, barriers and SMEM:
-`ForwardConfig`; docs/kernels.md.
-
-NOTE [exponentials before the wait].  A warp that waits for its MMAs does nothing else, and ptxas
-moves arithmetic across such a wait: half of the exponentials would come after PV, which is there to
-hide them.  It does not move them across the loop of an mbarrier wait: that for the next V, which is
-there by then, stands between the two.
-
-O leaves from registers (`fragments` NOTE [results leave from registers]), so that Q of the next
-tile arrives while the last P of this one is made.
+The roles follow in the order in which a tile passes through them: set-up, load, consume, the
+softmax, what hides scores; `warpgroup` has the steps of a tile and its results.  The tables of
+roles, barriers and SMEM: `ForwardConfig`; docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -40,62 +29,36 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...context import CLAIM_STEPS, schedule, shared_fields
-from ...forward.common import ForwardCommon
+from ...context import CLAIM_STEPS, schedule
 from ...forward.context import ForwardKernelTensors
 from ...functions.kernel_functions import Locate
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL, StepList
-from ...mask.masking import TileRange, Visibility
-from ...operands import SharedMemory, load_tile
+from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import CallScalars, ProblemClass, query_rows
+from ...problem_class import CallScalars, ProblemClass
 from ...ranges import traced
-from ...rows.output_gate import multiply_by_gate
-from ..fragments import exchanged_words, rescale, row_columns, store_exchanged, store_float32
-from ..instructions import (
-    QUAD,
-    WgmmaShape,
-    commit,
-    fence,
-    multiply,
-    pack,
-    row_of_fragment,
-    rows_of,
-    transposed,
-    wait,
-)
+from ..fragments import exchanged_words, row_columns, store_exchanged, store_float32
+from ..instructions import QUAD, WgmmaShape, pack, rows_of, transposed
 from .config import WARPGROUP_ROWS, ForwardConfig
 from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
 from .masks import hide_by_bits, hide_by_range, listed_bits, locator
-
-__all__ = ["ForwardKernel"]
-
-ROWS = 2  # of a thread
-NO_NODES = (None,) * ROWS
+from .warpgroup import ResultRow, WarpgroupForward
 
 
-class ForwardKernel(ForwardCommon):
+class ForwardKernel(WarpgroupForward):
     """The forward kernel for one configuration.
-
-    config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol.
 
     Called under `cute.compile`; see `__call__` for the arguments at run time.
     """
 
+    pack = staticmethod(pack)
+    result_row = ResultRow(
+        lambda values: values, row_columns, store_float32, exchanged_words, store_exchanged
+    )
+
     def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        self.config, self.problem_class = config, problem_class
-        self.dtype = problem_class.element_type
-        self.scheduler = scheduler
-        self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
-        # Rows of a query.
-        of_query = self.query_rows = query_rows(problem_class.packed_heads, WARPGROUP_ROWS)
-        # Queries of a cluster's tile, of a CTA and of a warpgroup.
-        self.tile_queries = config.tile_q // of_query
-        self.block_queries = config.block_q // of_query
-        self.part_queries = WARPGROUP_ROWS // of_query
-        self.load_keys = config.block_kv
+        super().__init__(config, problem_class, scheduler)
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
@@ -160,32 +123,10 @@ class ForwardKernel(ForwardCommon):
         else:
             cute.arch.sync_threads()
 
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ) -> HopperForwardContext:
-        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
-        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        rank = Int32(0)
-        if self.config.ctas > 1:
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return HopperForwardContext(
-            **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
-            cta_rank=rank,
-            smem=self._operands(memory),
-            **self.context_fields(tensors, sizes),
-        )
-
-    @property
-    def scheduled_warps(self) -> int:
-        """Return the warps of a cluster that run the tile loop."""
-        return self.config.ctas * self.warps.scheduled_warps
-
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        """Return buffers of 16-bit elements: "q" (64, 256, warpgroups), the rows of each warpgroup;
+        "k" and "v" (block_kv, 256 / ctas, stages * ctas), as this CTA loads them; "k_tiles" and
+        "v_tiles" (block_kv, 256, stages), the same memory as it is multiplied."""
         config = self.config
         rows, ctas = config.block_kv, config.ctas
         buffers = {"q": memory.operand("q", WARPGROUP_ROWS, HEAD_DIM, config.warpgroups)}
@@ -194,13 +135,6 @@ class ForwardKernel(ForwardCommon):
             buffers[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
             buffers[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
         return buffers
-
-    def first_row(
-        self, context: HopperForwardContext, work: WorkTile, warpgroup: Int32 | int
-    ) -> Int32:
-        """The first query of a warpgroup's part of a tile."""
-        first = work.block * self.tile_queries + context.cta_rank * self.block_queries
-        return first + warpgroup * self.part_queries
 
     # ------------------------------------------------------------------------------------- load
 
@@ -238,12 +172,8 @@ class ForwardKernel(ForwardCommon):
                 q_free.advance()
             work = scheduler.advance_to_next_work()
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
-        for _ in range(self.config.k_stages):
-            context.barriers["k_free"].wait(k_free)
-            k_free.advance()
-        for _ in range(self.config.v_stages):
-            context.barriers["v_free"].wait(v_free)
-            v_free.advance()
+        context.barriers["k_free"].wait_for_all(k_free)
+        context.barriers["v_free"].wait_for_all(v_free)
 
     @cute.jit
     def load_queries(self, context: HopperForwardContext):
@@ -258,22 +188,6 @@ class ForwardKernel(ForwardCommon):
                 self._load_q(tile_context, work, q_free)
                 q_free.advance()
             work = scheduler.advance_to_next_work()
-
-    def _load_q(self, context: HopperForwardContext, work: WorkTile, q_free: RingState) -> None:
-        """The rows of each warpgroup, once its last MMA with those before is done."""
-        loaded = context.barriers["q_loaded"]
-        for warpgroup in range(self.config.warpgroups):
-            buffer = RingState(1, Int32(warpgroup), q_free.phase)
-            context.barriers["q_free"].wait(buffer)
-            loaded.expect_bytes(buffer)
-            load_tile(
-                context.tensors.q,
-                context.smem["q"],
-                (context.query(work), self.first_row(context, work, warpgroup), 0, work.head),
-                loaded.pointer(buffer),
-                warpgroup,
-                self.query_rows,
-            )
 
     @traced("load")
     @cute.jit
@@ -352,106 +266,6 @@ class ForwardKernel(ForwardCommon):
         )
 
     @cute.jit
-    def _range_tile(
-        self,
-        context: HopperForwardContext,
-        fragments: Fragments,
-        running: Running,
-        work: WorkTile,
-        q_loaded: RingState,
-    ):
-        """Run all steps of a tile; this warpgroup takes part in its own.  Returns (running, state
-        of its Q) for the next tile."""
-        visibility = context.visibility(work, self.config.block_kv)
-        first_query = work.block * self.tile_queries
-        num_steps = visibility.num_tiles(first_query, self.tile_queries)
-        tile = WarpgroupTile(work, self.first_row(context, work, q_loaded.index), q_loaded)
-        tiles, warpgroup_steps = self._warpgroup_tiles(visibility, tile)
-        _clear(fragments, running)
-        if num_steps > 0:
-            last_tile = visibility.last_tile(first_query, self.tile_queries)
-            skipped_first = last_tile + 1 - tiles.end
-            skipped_last = num_steps - warpgroup_steps - skipped_first
-            context.barriers["q_loaded"].wait(q_loaded)
-            running = self._skip(context, running, skipped_first)
-            if warpgroup_steps > 0:
-                running = self._steps(context, fragments, running, tile, tiles)
-            else:
-                context.barriers["q_free"].arrive(q_loaded)
-            running = self._skip(context, running, skipped_last)
-            q_loaded.advance()
-        return running, q_loaded
-
-    def _warpgroup_tiles(
-        self, visibility: Visibility, tile: WarpgroupTile
-    ) -> tuple[TileRange, Int32]:
-        """Return (KV tiles, their number) that the rows of a warpgroup take part in."""
-        first_query = tile.work.block * self.tile_queries
-        part = (tile.first_row, self.part_queries)
-        if cutlass.const_expr(self.config.skips and not self.problem_class.split):
-            tiles, count = visibility.tile_range(part, part), visibility.num_tiles(*part)
-            # Without rows or keys of its own it skips all of the tile's.
-            last = visibility.last_tile(first_query, self.tile_queries)
-            end = cutlass.select_(count > 0, tiles.end, last + 1)
-            return TileRange(tiles.begin, end, tiles.unmasked_begin, tiles.unmasked_end), count
-        of_tile = (first_query, self.tile_queries)
-        return visibility.tile_range(of_tile, part), visibility.num_tiles(*of_tile)
-
-    @cute.jit
-    def _skip(self, context: HopperForwardContext, running: Running, count: Int32):
-        """Give back K and V of steps that this warpgroup takes no part in."""
-        softmax, k_loaded, v_loaded = running
-        for _ in cutlass.range(count, unroll=1):
-            context.barriers["k_loaded"].wait(k_loaded)
-            context.barriers["k_free"].arrive(k_loaded)
-            k_loaded.advance()
-            context.barriers["v_loaded"].wait(v_loaded)
-            context.barriers["v_free"].arrive(v_loaded)
-            v_loaded.advance()
-        return Running(softmax, k_loaded, v_loaded)
-
-    @cute.jit
-    def _steps(
-        self,
-        context: HopperForwardContext,
-        fragments: Fragments,
-        running: Running,
-        tile: WarpgroupTile,
-        tiles: TileRange,
-    ):
-        """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
-        while the softmax of that one does.  tiles: KV tiles of this warpgroup."""
-        block, by_place = self.config.block_kv, self.functions.change.by_place
-        key, nodes = (tiles.end - 1) * block, self._nodes(context, tile)
-        masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
-        # Steps behind this one.
-        left = masked + unmasked + tiles.num_masked_last - 1
-        running = self._first_step(context, fragments, running, tile, StepKeys(key, nodes, left))
-        key -= block
-        # The kind of the first step.
-        was_masked = cutlass.min(masked, 1)
-        was_unmasked = (1 - was_masked) * cutlass.min(unmasked, 1)
-        was_last = 1 - was_masked - was_unmasked
-        for _ in cutlass.range(masked - was_masked, unroll=1):
-            left -= 1
-            running = self._step(context, fragments, running, tile, StepKeys(key, nodes, left))
-            key -= block
-        for _ in cutlass.range(unmasked - was_unmasked, unroll=1):
-            left -= 1
-            running = self._step(context, fragments, running, tile, StepKeys(key, None, left))
-            if cutlass.const_expr(by_place):
-                key -= block
-        if cutlass.const_expr(self.problem_class.mask.hides_first):
-            if cutlass.const_expr(not by_place):
-                key -= (unmasked - was_unmasked) * block
-            for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
-                left -= 1
-                keys = StepKeys(key, NO_NODES, left)
-                running = self._step(context, fragments, running, tile, keys)
-                key -= block
-        return self._last_pv(context, fragments, running)
-
-    @cute.jit
     def _listed_tile(
         self,
         context: HopperForwardContext,
@@ -464,7 +278,7 @@ class ForwardKernel(ForwardCommon):
         Returns as `_range_tile`."""
         steps, warpgroup = self.step_list(context, work), q_loaded.index
         num_steps = steps.count
-        _clear(fragments, running)
+        self._clear(fragments, running)
         if num_steps > 0:
             context.barriers["q_loaded"].wait(q_loaded)
             left = num_steps - 1
@@ -478,105 +292,6 @@ class ForwardKernel(ForwardCommon):
             running = self._last_pv(context, fragments, running)
             q_loaded.advance()
         return running, q_loaded
-
-    # ------------------------------------------------------------------------------------ steps
-
-    @traced("first step")
-    @cute.jit
-    def _first_step(
-        self,
-        context: HopperForwardContext,
-        fragments: Fragments,
-        running: Running,
-        tile: WarpgroupTile,
-        keys: StepKeys,
-    ):
-        """QK and softmax of the first step; O is empty yet."""
-        softmax, k_loaded, v_loaded = running
-        self._wait_for(context, "k_loaded", k_loaded)
-        fence()
-        scores = self._issue_qk(fragments, k_loaded)
-        wait(0)
-        self._give_back_k(context, k_loaded, tile.q_loaded, keys.left)
-        k_loaded.advance()
-        self._exponentiate(context, scores, softmax, tile, keys)
-        self._wait_for(context, "v_loaded", v_loaded)
-        pack(scores, fragments.p)
-        return Running(softmax, k_loaded, v_loaded)
-
-    @traced("step")
-    @cute.jit
-    def _step(
-        self,
-        context: HopperForwardContext,
-        fragments: Fragments,
-        running: Running,
-        tile: WarpgroupTile,
-        keys: StepKeys,
-    ):
-        """QK of a step, PV of the one before, softmax, O rescaled.
-
-        V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
-        """
-        softmax, k_loaded, v_loaded = running
-        self._wait_for(context, "k_loaded", k_loaded)
-        fence()
-        scores = self._issue_qk(fragments, k_loaded)
-        self._issue_pv(fragments, v_loaded)
-        wait(1)
-        self._give_back_k(context, k_loaded, tile.q_loaded, keys.left)
-        k_loaded.advance()
-        factors = self._exponentiate(context, scores, softmax, tile, keys)
-        following = v_loaded.copy()
-        following.advance()
-        self._wait_for(context, "v_loaded", following)
-        wait(0)
-        context.barriers["v_free"].arrive(v_loaded)
-        # P is free now that PV is done.
-        pack(scores, fragments.p)
-        rescale(fragments.o, factors)
-        return Running(softmax, k_loaded, following)
-
-    def _last_pv(
-        self, context: HopperForwardContext, fragments: Fragments, running: Running
-    ) -> Running:
-        """PV of a tile's last step."""
-        fence()
-        self._issue_pv(fragments, running.v)
-        wait(0)
-        context.barriers["v_free"].arrive(running.v)
-        running.v.advance()
-        return running
-
-    def _wait_for(self, context: HopperForwardContext, loaded: str, state: RingState) -> None:
-        """Wait for a tile of K or V, which the MMAs read through the async proxy: TMA writes
-        through it, cp.async does not."""
-        context.barriers[loaded].wait(state)
-        if self.gathers:
-            cute.arch.fence_view_async_shared()
-
-    def _issue_qk(self, fragments: Fragments, k_loaded: RingState) -> cute.Tensor:
-        """Issue S = Q K^T, a group of its own; S."""
-        scores = self.qk.accumulator()
-        k = fragments.k[None, None, None, k_loaded.index]
-        multiply(self.qk, scores, fragments.q, k, False)
-        commit()
-        return scores
-
-    def _issue_pv(self, fragments: Fragments, v_loaded: RingState) -> None:
-        """Issue O += P V, a group of its own."""
-        v = fragments.v[None, None, None, v_loaded.index]
-        multiply(self.pv, fragments.o, fragments.p, v, True)
-        commit()
-
-    @cute.jit
-    def _give_back_k(
-        self, context: HopperForwardContext, k_loaded: RingState, q_loaded: RingState, left: Int32
-    ):
-        """QK of a step is done: K is free, and Q with the tile's last.  left: steps behind it."""
-        context.barriers["k_free"].arrive(k_loaded)
-        if left == 0:
-            context.barriers["q_free"].arrive(q_loaded)
 
     # ---------------------------------------------------------------------------------- softmax
 
@@ -615,11 +330,6 @@ class ForwardKernel(ForwardCommon):
 
     # ------------------------------------------------------------------------- what hides scores
 
-    def _nodes(self, context: HopperForwardContext, tile: WarpgroupTile) -> tuple[Any, ...]:
-        """The words of both rows of a thread, `NO_NODES` where rows have none."""
-        rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
-        return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
-
     def _listed_keys(self, steps: StepList, step: Int32, warpgroup: Int32, left: Int32) -> StepKeys:
         key = Int32(0)
         if self.functions.asks_places:
@@ -645,56 +355,3 @@ class ForwardKernel(ForwardCommon):
         """Return (query head, query, key) of the scores of a fragment, by number."""
         rows, packed = self.query_rows, self.problem_class.packed_heads
         return locator(tile, key, self.config.block_kv, rows, packed)
-
-    # ---------------------------------------------------------------------------------- results
-
-    @cute.jit
-    def _finish(
-        self,
-        context: HopperForwardContext,
-        fragments: Fragments,
-        softmax: RowSoftmax,
-        work: WorkTile,
-        first_row: Int32,
-    ):
-        """O / sum and LSE of both rows of a thread to global memory."""
-        query_rows = context.query(work)
-        # Once: with KV splits it is a division, which the branches below would repeat.
-        batch = context.result_batch(work)
-        packed, of_query = self.problem_class.packed_heads, self.query_rows
-        rows = rows_of(fragments.o)
-        for number in cutlass.range_constexpr(ROWS):
-            in_part = row_of_fragment(number)
-            row = first_row + in_part // of_query
-            in_group = in_part % of_query
-            if cutlass.const_expr(of_query > packed):
-                # Rows past the heads are padding.
-                in_group = cutlass.min(in_group, packed - 1)
-            head = work.head * packed + in_group
-            inverse, lse = softmax[number].finish(self.sink_log2(context, work, head))
-            values = rows[number]
-            values.store(values.load() * inverse)
-            is_row = row < query_rows.length
-            if cutlass.const_expr(of_query > packed):
-                is_row = is_row & (in_part % of_query < packed)
-            if cutlass.const_expr(context.out_gate is not None):
-                if is_row:
-                    multiply_by_gate(values, context.gate_row(work, row, head), row_columns())
-            if is_row:
-                if cute.arch.thread_idx()[0] % QUAD == 0:
-                    self.store_lse(context, work, (row, head), softmax[number], lse, batch)
-            if cutlass.const_expr(self.problem_class.split):
-                if is_row:
-                    store_float32(values, context.result_row(work, row, head))
-            else:
-                words = exchanged_words(values, self.dtype)
-                if is_row:
-                    out = context.result_row(work, row, head)
-                    store_exchanged(words, out, self.dtype)
-
-
-def _clear(fragments: Fragments, running: Running) -> None:
-    """Maxima, sums and O of a tile's rows before its first step."""
-    for softmax in running.softmax:
-        softmax.reset()
-    fragments.o.fill(0.0)

@@ -16,8 +16,6 @@ from ..instructions import QUAD, fragment_columns, row_of_fragment
 from .config import WARPGROUP_ROWS
 from .context import StepKeys, WarpgroupTile
 
-__all__ = ["ListedBits", "hide_by_bits", "hide_by_range", "listed_bits", "locator"]
-
 #: Words of a row's bits that a step of 64 keys has.
 STEP_WORDS = 2
 ROWS = 2  # of a thread

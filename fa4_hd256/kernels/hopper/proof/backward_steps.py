@@ -28,8 +28,6 @@ from ...proof.steps import (
     wait,
 )
 
-__all__ = ["dv_steps", "products_steps", "single_steps"]
-
 WARPGROUPS = 2
 
 FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST

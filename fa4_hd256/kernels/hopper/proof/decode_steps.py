@@ -27,8 +27,6 @@ from ...proof.steps import (
 )
 from ..decode.config import QK_PARTS, E4m3Config
 
-__all__ = ["decode_steps"]
-
 
 def decode_steps(config: E4m3Config) -> StepTable:
     """Return the table.  Each part of K is converted and multiplied by itself; the MMAs of all are

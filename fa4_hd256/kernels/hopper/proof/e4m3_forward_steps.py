@@ -19,8 +19,6 @@ from ...proof.steps import (
 from ..forward.e4m3.config import E4m3ForwardConfig
 from .forward_steps import consumer, q_name
 
-__all__ = ["e4m3_forward_steps"]
-
 
 def e4m3_forward_steps(config: E4m3ForwardConfig) -> StepTable:
     """Return the table, with Q of each warpgroup by itself."""

@@ -35,8 +35,6 @@ from ...proof.steps import (
 from ..forward.config import ForwardConfig
 from ..forward.e4m3.config import E4m3ForwardConfig
 
-__all__ = ["ByWarpgroup", "consumer", "forward_steps", "q_name"]
-
 FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
 
 

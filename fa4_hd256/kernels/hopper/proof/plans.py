@@ -20,8 +20,6 @@ from .decode_steps import decode_steps
 from .e4m3_forward_steps import e4m3_forward_steps
 from .forward_steps import ByWarpgroup, forward_steps
 
-__all__ = ["plans_of"]
-
 
 @dataclass(frozen=True)
 class HopperPlanSteps(PlanSteps):

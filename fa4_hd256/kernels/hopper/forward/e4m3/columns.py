@@ -19,8 +19,6 @@ from ....limits import HEAD_DIM, SWIZZLE_ALIGNMENT
 from .config import BLOCK_KV
 from .values import HALF_BYTES, MATRIX_ROWS, PIECE, ROW_BYTES, transpose
 
-__all__ = ["ColumnsKernel"]
-
 THREADS = 128
 TILE_BYTES = BLOCK_KV * HEAD_DIM
 WORD = 4  # bytes

@@ -55,9 +55,7 @@ from ....plan.budgets import (
     common_regions,
 )
 from ....plan.edges import Edge, EdgeTable, Signal
-from ..config import WARPGROUP_ROWS
-
-__all__ = ["BLOCK_KV", "P_LOG2", "TRANSPOSERS", "E4m3ForwardConfig", "E4m3ForwardWarpPlan"]
+from ..config import WARPGROUP_ROWS, check_stages, query_edges, query_region
 
 BLOCK_KV = 128  # keys of a step: a row of V^T is 128 bytes
 WARPGROUPS = 2  # that work on rows
@@ -152,12 +150,7 @@ class E4m3ForwardConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("k_stages", "v_stages"):
-            if getattr(self, name) < 2:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; at least 2 are needed: a tile is read while "
-                    "that of the next step arrives"
-                )
+        check_stages(self)
         if not 0 <= self.rescale_threshold <= LARGEST_P_LOG2 - P_LOG2:
             raise ValueError(
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to "
@@ -230,9 +223,7 @@ class E4m3ForwardConfig:
             loaded = (region,)
         return SmemPlan(
             (
-                SmemRegion.operand(
-                    "q", WARPGROUPS, self.q_bytes, "64 rows x 256, of a warpgroup each"
-                ),
+                query_region(self),
                 SmemRegion.operand("k", self.k_stages, self.kv_bytes, tile),
                 *loaded,
                 SmemRegion.operand(
@@ -248,49 +239,22 @@ class E4m3ForwardConfig:
         tma, warps = Signal.TMA_CTA, Signal.WARPS_CTA
         transposed: tuple[Edge, ...] = ()
         role = "load"
-        columns = Edge(
-            "columns_written",
-            self.v_stages,
-            tma,
-            "load",
-            1,
-            "consumers",
-            "V tile in SMEM, by columns",
-            transaction_bytes=self.kv_bytes,
-        )
+        columns = Edge("columns_written", self.v_stages, tma, "load", 1, "consumers",
+                       "V tile in SMEM, by columns", transaction_bytes=self.kv_bytes)  # fmt: skip
         if self.warps.transposers is not None:
             role, count = "transposers", len(self.warps.transposers)
             columns = replace(
                 columns, signal=warps, producer=role, producer_warps=count, transaction_bytes=0
             )
             transposed = (
-                Edge(
-                    "v_loaded",
-                    self.v_stages,
-                    tma,
-                    "load",
-                    1,
-                    role,
-                    "V tile in SMEM, by keys",
-                    transaction_bytes=self.kv_bytes,
-                ),
-                Edge(
-                    "v_free",
-                    self.v_stages,
-                    warps,
-                    role,
-                    count,
-                    "load",
-                    "V buffer: it is transposed",
-                    True,
-                ),
-            )
+                Edge("v_loaded", self.v_stages, tma, "load", 1, role,
+                     "V tile in SMEM, by keys", transaction_bytes=self.kv_bytes),
+                Edge("v_free", self.v_stages, warps, role, count, "load",
+                     "V buffer: it is transposed", True),
+            )  # fmt: skip
         return EdgeTable(
             (
-                Edge("q_loaded", WARPGROUPS, tma, "load", 1, "consumers",
-                     "Q of a warpgroup in SMEM", transaction_bytes=self.q_bytes),
-                Edge("q_free", WARPGROUPS, warps, "consumers", consumers // WARPGROUPS, "load",
-                     "Q of a warpgroup: its last QK is done", True),
+                *query_edges(self),
                 Edge("k_loaded", self.k_stages, tma, "load", 1, "consumers",
                      "K tile in SMEM", transaction_bytes=self.kv_bytes),
                 Edge("k_free", self.k_stages, warps, "consumers", consumers, "load",

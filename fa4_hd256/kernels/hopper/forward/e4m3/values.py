@@ -32,16 +32,6 @@ from ....rows.output_gate import Columns
 from ...instructions import QUAD
 from .config import BLOCK_KV, TRANSPOSERS
 
-__all__ = [
-    "exchanged_pieces",
-    "lane_columns",
-    "ordered",
-    "pack_codes",
-    "store_float32",
-    "store_pieces",
-    "transpose",
-]
-
 ROW_BYTES = BLOCK_KV  # of V^T; of V, a half of a row
 SHARE = BLOCK_KV // TRANSPOSERS  # keys of a warp
 PIECE = 16  # bytes of a row of a matrix
