@@ -22,7 +22,7 @@ from bench.tables.comparison import BOUND, FUNCTION, OURS, OURS_BF16, SOFTCAP, Y
 from bench.tables.results import add_output_options
 from bench.tables.shape_options import add_shape_options
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 
 #: Limit of `masks`: seconds of all runs of a row, since SDPA takes tens of times as long as ours.
 MASK_SECONDS = 3.0

@@ -42,14 +42,13 @@ from .kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK
 from .kernels.problem_class import DESCALES
 from .kernels.rows.sequences import DS_BEGINS, TREE_WORDS
 from .mask_mods import MaskMod
-from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
 from .ops.autograd import attend_with_gradients, listed_tiles_of
 from .ops.functional import attend_under_transforms
 from .ops.operators import OUT, forward, forward_max_logits, forward_out
 from .packed_row import packed_row
 from .run.forward import plan_call
-from .score_mods import ScoreMod, read_by
+from .score_mods import ScoreMod
 
 
 def flash_attn_func(
@@ -337,7 +336,7 @@ def _read_masks(
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
     """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
     call with block_mask or mask_mod; tensors: q, k, v, the sink, the gate."""
-    read, key = read_by_mask(mask_mod)
+    read, key = MaskMod.read_by(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
     has_gradients = are_differentiated(tensors) or process.may_have_gradients(tensors)
@@ -351,7 +350,7 @@ def read_options(
     """Return (tensors by name, the key of score_mod) of a call with some of these."""
     words = None if tree_mask is None else words_of(tree_mask)
     named = dict(zip((TREE_WORDS, *DESCALES), (words, *scales), strict=True))
-    read, key = read_by(score_mod)
+    read, key = ScoreMod.read_by(score_mod)
     return {**{name: t for name, t in named.items() if t is not None}, **read}, key
 
 

@@ -32,6 +32,10 @@ class MaskMod(KernelFunction):
     """
 
     kind = MASK_MOD
+    accepted = (
+        "a MaskMod of fa4_hd256.mask_mods. A function of PyTorch goes into a BlockMask, which "
+        "alone is enough"
+    )
     function: Callable[..., Any]
     key: str
     tensors: tuple[torch.Tensor, ...] = field(default=(), compare=False)
@@ -47,31 +51,15 @@ class MaskMod(KernelFunction):
         your own."""
         return cls(function, key_of(MASK_MOD, function), tensors)
 
+    def in_part(self, place: torch.Tensor) -> MaskMod:
+        """Return that of a call that is a part of another one, with the places of that
+        (`key_in_part`).
 
-def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return (tensors that a call's mask_mod reads, by operator argument; its key), none for None.
-
-    Raises TypeError for another kind, ValueError for tensors that require gradients.
-    """
-    if mask_mod is None:
-        return {}, None
-    if not isinstance(mask_mod, MaskMod):
-        raise TypeError(
-            f"mask_mod is {type(mask_mod).__name__}; accepted: a MaskMod of fa4_hd256.mask_mods. A "
-            "function of PyTorch goes into a BlockMask, which alone is enough"
-        )
-    return mask_mod.read()
-
-
-def in_part(mask_mod: MaskMod, place: torch.Tensor) -> MaskMod:
-    """Return the mask_mod of a call that is a part of another one, with the places of that
-    (`key_in_part`).
-
-    place: int32, where the part lies: fields of a `ScoreOrigin`, (6,), or `part_tiles` where tiles
-    of the part are not tiles of the whole.
-    """
-    key = key_in_part(mask_mod.key)
-    return MaskMod(MASK_MOD.functions_of(key).function, key, (*mask_mod.tensors, place))
+        place: int32, where the part lies: fields of a `ScoreOrigin`, (6,), or `part_tiles` where
+        tiles of the part are not tiles of the whole.
+        """
+        key = key_in_part(self.key)
+        return MaskMod(MASK_MOD.functions_of(key).function, key, (*self.tensors, place))
 
 
 def part_tiles(origin: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ class ScoreMod(KernelFunction):
     """
 
     kind = SCORE_MOD
+    accepted = "a ScoreMod of fa4_hd256.score_mods, such as alibi(slopes)"
     function: Callable[..., Any]
     slope: Callable[..., Any] | None
     key: str
@@ -66,31 +67,15 @@ class ScoreMod(KernelFunction):
         """
         return cls(function, slope, key_of(SCORE_MOD, function, slope), tensors)
 
+    def in_part(self, origins: torch.Tensor) -> ScoreMod:
+        """Return that of a call that is a part of another one, with the places of that
+        (`key_in_part`).
 
-def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return (tensors that a call's score_mod reads, by operator argument; its key), none for None.
-
-    Raises TypeError for another kind, ValueError for tensors that require gradients.
-    """
-    if score_mod is None:
-        return {}, None
-    if not isinstance(score_mod, ScoreMod):
-        raise TypeError(
-            f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
-            "fa4_hd256.score_mods, such as alibi(slopes)"
-        )
-    return score_mod.read()
-
-
-def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:
-    """Return the score_mod of a call that is a part of another one, with the places of that
-    (`key_in_part`).
-
-    origins: int32 fields of `ScoreOrigin`: where the part lies, (6,), or of each of its sequences,
-    (sequences, 6).
-    """
-    key = key_in_part(score_mod.key)
-    return ScoreMod(*SCORE_MOD.functions_of(key), key, (*score_mod.tensors, origins))
+        origins: int32 fields of `ScoreOrigin`: where the part lies, (6,), or of each of its
+        sequences, (sequences, 6).
+        """
+        key = key_in_part(self.key)
+        return ScoreMod(*SCORE_MOD.functions_of(key), key, (*self.tensors, origins))
 
 
 def alibi(slopes: torch.Tensor) -> ScoreMod:

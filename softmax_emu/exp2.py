@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .coefficients import COEFFICIENTS
+from .pattern import COEFFICIENTS
 
 # 1.5 * 2^23: a float32 in [2^23, 2^24) has no fraction bits, so adding it with rounding towards
 # minus infinity leaves floor(x) in the low mantissa bits, for |x| < 2^22.

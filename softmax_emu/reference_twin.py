@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .coefficients import COEFFICIENTS
-from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
+from .pattern import COEFFICIENTS, FRAGMENT_COLUMNS, Ex2Pattern
 
 _FLOOR_MAGIC = np.float32(12582912.0)
 _SMALLEST_EXPONENT = np.float32(-127.0)

@@ -20,8 +20,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.check.single_kernels import launch_forward
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
-from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS, HARDWARE_ONLY, Ex2Pattern
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: freq, res, last fragment on hardware: 18.75 %, 37.5 % and 100 % of a step's columns.

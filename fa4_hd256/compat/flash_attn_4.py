@@ -12,8 +12,7 @@ from ..call.options import ExactWindow
 from ..kernels.mask.windows import Window
 from .arguments import FLASH_ATTN_4
 from .combine import combine
-from .functions import translate_mask_mod, translate_score_mod
-from .masks import translate_blocks
+from .functions import translate_blocks, translate_mask_mod, translate_score_mod
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 

@@ -1,7 +1,9 @@
-"""flash-attn-4's score_mod, score_mod_bwd and mask_mod inside our kernels.
+"""flash-attn-4's score_mod, score_mod_bwd and mask_mod inside our kernels, and its block-sparse
+tensors as masks of tiles.
 
-They take values in vectors (`cute.TensorSSA`), which hold one score here. The key of a translated
-function is derived from the meaning of the original one (`fa4_hd256.call.functions.keys`).
+Functions take values in vectors (`cute.TensorSSA`), which hold one score here. The key of a
+translated function is derived from the meaning of the original one
+(`fa4_hd256.call.functions.keys`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ..call.functions.state import FunctionState
+from ..call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
 from ..kernels.functions.user_functions import MOST_TENSORS
+from ..kernels.mask.block_mask import MASK_TILE
+from ..kernels.mask.windows import Window
 from ..mask_mods import MaskMod
+from ..masks import kinds_of_blocks
 from ..run.kept_tensors import made_to_keep
 from ..score_mods import ScoreMod
+from .windows import seen_in_window
 
 #: Dtypes of tensors that kernels read as copies in another dtype, with the same values.
 COPIED = {
@@ -282,3 +289,56 @@ def _lengths(place: Any, begins: tuple[Any, ...], packed: tuple[bool, bool] | No
         of_q = begins[0][place.batch] if packed[0] else of_q
         of_k = begins[-1][place.batch] if packed[1] else of_k
     return SequenceLengths(place.seqlen_q, place.seqlen_k, of_q, of_k)
+
+
+def translate_blocks(
+    blocks: Any, lengths: tuple[int, int], device: torch.device, has_mask_mod: bool, window: Window
+) -> TileMask:
+    """Return the mask of a call with block_sparse_tensors, or with a mask_mod alone.
+
+    blocks: block_sparse_tensors, or None. lengths: (seqlen_q, seqlen_k). With a mask_mod the mask
+    has no bits; without one all keys of a listed block are seen, within the window (left, right).
+
+    Raises NotImplementedError for blocks of packed sequences and for a block_size that is no pair
+    of multiples of 128.
+    """
+    if blocks is None:
+        tiles = tuple(map(count_mask_tiles, lengths))
+        kinds = torch.full((1, 1, *tiles), PARTIAL, dtype=torch.int8, device=device)
+        return TileMask.of_kinds(lengths, kinds)
+    kinds = _kinds(blocks, lengths)
+    if has_mask_mod:
+        return TileMask.of_kinds(lengths, kinds)
+    if window == (None, None):
+        kinds = torch.where(kinds == PARTIAL, WHOLE, kinds)
+    else:
+        kinds = kinds.clamp(max=PARTIAL)
+
+    def evaluate(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return seen_in_window(key - query - (lengths[1] - lengths[0]), window)
+
+    return TileMask.of(lengths, kinds.to(torch.int8), evaluate)
+
+
+def _kinds(blocks: Any, lengths: tuple[int, int]) -> torch.Tensor:
+    for name in ("cu_total_m_blocks", "cu_block_idx_offsets"):
+        if getattr(blocks, name, None) is not None:
+            raise NotImplementedError(
+                f"block_sparse_tensors has {name}, of packed sequences; accepted: None. Use "
+                "block_mask of fa4_hd256.flash_attn_varlen_func"
+            )
+    size = blocks.block_size
+    if size is None or len(size) != 2 or any(side % MASK_TILE for side in size):
+        raise NotImplementedError(
+            f"block_sparse_tensors has block_size {size}; accepted: a pair of multiples of "
+            f"{MASK_TILE}, (queries, keys)"
+        )
+    full = blocks.full_block_cnt, blocks.full_block_idx
+    return kinds_of_blocks(
+        (blocks.mask_block_cnt, blocks.mask_block_idx),
+        None if full[0] is None else full,
+        tuple(size),
+        lengths,
+    )

@@ -24,9 +24,7 @@ from ..call.operator_arguments import BackwardTensors
 from ..call.options import Options
 from ..interface import flash_attn_varlen_func
 from . import other_dims
-from .backward_memory import backward_config_of, check_ds_bytes
-from .given_out import written_to
-from .given_results import gradients_of_results
+from .given_results import backward_config_of, check_ds_bytes, gradients_of_results, written_to
 
 NAME = "fa4_hd256"
 

@@ -51,7 +51,6 @@ COMPILED_IN = (
     "run/tracing.py",
     "schedulers",
     "softmax_emu/by_key.py",
-    "softmax_emu/coefficients.py",
     "softmax_emu/exp2.py",
     "softmax_emu/online.py",
     "softmax_emu/pattern.py",

@@ -170,7 +170,7 @@ def call_on(
     assert mask.bits is not None
     ragged = {MASK_STEPS: mask.steps(HALVES), MASK_BITS: mask.bits}
     if mask_mod is not None:
-        read, key = mask_mod.read()
+        read, key = MaskMod.read_by(mask_mod)
         _, function = functions_of_keys((None, key), read, q)
         options = replace(options, mask_mod=function)
         ragged = {MASK_STEPS: mask.lists.steps(HALVES), **read}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.fit import error_curve
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 from lab.pictures.plot import Axes, Scale
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing
 

@@ -14,8 +14,8 @@ from softmax_kernels import COLUMNS, ROWS, capped, online_softmax, polynomial
 
 import sm100_sim
 from fa4_hd256.softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.online import LOWEST_MAXIMUM
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 from fa4_hd256.softmax_emu.reference_twin import exp2_polynomial, exponentiate
 
 pytestmark = pytest.mark.simulator

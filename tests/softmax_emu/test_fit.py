@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fa4_hd256.softmax_emu.__main__ import main
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.fit import DEGREES, error_curve, fit, measure, minimax
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 
 # Largest relative errors allowed after rounding to float32.  Degree 3: the project's own target;
 # the coefficients published with FlashAttention-4 reach 8.76e-5.

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa4_hd256.softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.fit import measure
 from fa4_hd256.softmax_emu.online import LOWEST_MAXIMUM
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 from fa4_hd256.softmax_emu.reference_twin import (
     add_round_down,
     exp2_polynomial,

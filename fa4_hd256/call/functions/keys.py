@@ -48,9 +48,13 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
 
 
 class KernelFunction:
-    """A function of the user's that kernels evaluate: a `ScoreMod` or a `MaskMod`."""
+    """A function of the user's that kernels evaluate: a `ScoreMod` or a `MaskMod`.
+
+    accepted: what users may pass, in words.
+    """
 
     kind: ClassVar[FunctionKind]
+    accepted: ClassVar[str]
     key: str
     tensors: tuple[torch.Tensor, ...]
 
@@ -62,15 +66,24 @@ class KernelFunction:
         object.__setattr__(other, "tensors", tensors)
         return other
 
-    def read(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Return (tensors that the function reads, by operator argument; its key). Raises
-        ValueError for tensors that require gradients."""
-        if are_differentiated(self.tensors):
+    @classmethod
+    def read_by(cls, given: Any) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Return (tensors that a call's function reads, by operator argument; its key), none for
+        None.
+
+        Raises TypeError for another kind, ValueError for tensors that require gradients.
+        """
+        if given is None:
+            return {}, None
+        name = cls.kind.argument
+        if not isinstance(given, cls):
+            raise TypeError(f"{name} is {type(given).__name__}; accepted: {cls.accepted}")
+        if are_differentiated(given.tensors):
             raise ValueError(
-                f"a tensor of {self.kind.argument} requires gradients, and there are none to it; "
+                f"a tensor of {name} requires gradients, and there are none to it; "
                 "accepted: tensors that do not (tensor.detach()), or a call under torch.no_grad()"
             )
-        return dict(zip(self.kind.tensors, self.tensors)), self.key
+        return dict(zip(cls.kind.tensors, given.tensors)), given.key
 
 
 def key_of(kind: FunctionKind, *functions: Any) -> str:

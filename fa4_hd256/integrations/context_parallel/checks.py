@@ -19,9 +19,8 @@ from ...call.tile_mask import TileMask
 from ...gpus.family import architecture_of
 from ...kernels.kernel_set import kernels_of
 from ...mask_mods import MaskMod
-from ...mask_mods import read_by as read_by_mask
 from ...masks import as_tile_mask
-from ...score_mods import ScoreMod, read_by
+from ...score_mods import ScoreMod
 from .local import Settings
 from .spans import Units, spans_by_rank, unit
 
@@ -74,8 +73,8 @@ def settings_of(tensors: tuple[Any, ...], arguments: Arguments, ranks: int) -> S
         arguments.softmax_scale, arguments.causal, arguments.window_size, arguments.softcap
     )
     score_mod, mask_mod = arguments.score_mod, arguments.mask_mod
-    read, key = read_by(score_mod)
-    seen, mask_key = read_by_mask(mask_mod)
+    read, key = ScoreMod.read_by(score_mod)
+    seen, mask_key = MaskMod.read_by(mask_mod)
     counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
     score_class, _ = functions_of_keys((key, mask_key), read | seen | counted, q)
     with_scores = replace(options, score_mod=score_class)

@@ -12,9 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...kernels.functions.kernel_functions import ScoreOrigin
-from ...mask_mods import in_part as mask_in_part
 from ...private_torch import keeps_graph
-from ...score_mods import in_part
 from .exchange import Ranks
 from .gathered import in_sequence_order, split_by_rank
 from .local import Settings, attend
@@ -149,9 +147,9 @@ def _attend_to_own_heads(
         heads = range(first, first + q.shape[2])
         arguments["block_mask"] = settings.block_mask.part(rows, rows, heads)
     if settings.score_mod is not None:
-        arguments["score_mod"] = in_part(settings.score_mod, _origin(first, q.device))
+        arguments["score_mod"] = settings.score_mod.in_part(_origin(first, q.device))
     if settings.mask_mod is not None:
-        arguments["mask_mod"] = mask_in_part(settings.mask_mod, _origin(first, q.device))
+        arguments["mask_mod"] = settings.mask_mod.in_part(_origin(first, q.device))
     out, lse = attend((q, k, v), settings.documents, arguments)
     by_row = lse.transpose(1, 2)
     return to_rows(out, ranks, division), to_rows(by_row, ranks, division).transpose(1, 2)

@@ -28,9 +28,8 @@ from ...kernels.functions.kernel_functions import ScoreOrigin
 from ...kernels.mask.block_mask import MASK_TILE
 from ...kernels.mask.windows import Window
 from ...mask_mods import MaskMod, part_tiles
-from ...mask_mods import in_part as mask_in_part
 from ...run.kept_tensors import made_to_keep
-from ...score_mods import ScoreMod, in_part
+from ...score_mods import ScoreMod
 from ..given_results import gradients_of_results
 from .spans import PositionMask, SpanPart, Units
 
@@ -97,7 +96,7 @@ class Settings:
         """Return the score_mod of a part, which gets positions in the whole sequence."""
         if self.score_mod is None:
             return None
-        return in_part(self.score_mod, _origins(part, self.documents or (0, self.rows), device))
+        return self.score_mod.in_part(_origins(part, self.documents or (0, self.rows), device))
 
     def mask_mod_of(self, part: SpanPart, device: torch.device) -> MaskMod | None:
         """Return the mask_mod of a part, which gets positions in the whole sequence."""
@@ -108,7 +107,7 @@ class Settings:
         # All parts of a call take the same form, and so the same kernel.
         if self.units.rows % MASK_TILE:
             place = part_tiles(place, self.block_mask.met(*part.positions))
-        return mask_in_part(self.mask_mod, place)
+        return self.mask_mod.in_part(place)
 
 
 class LocalResults(NamedTuple):
@@ -230,7 +229,7 @@ def _lengths_of(
 
 @functools.lru_cache(maxsize=1024)
 def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the position of a part as `in_part` takes it.
+    """Return the position of a part as `ScoreMod.in_part` takes it.
 
     documents: offsets in the whole sequence; a document's number stands in for the batch index.
     """

@@ -30,7 +30,7 @@ from ...interface import flash_attn_varlen_func
 from ...kernels.limits import HEAD_DIM
 from ...kv_cache import flash_attn_with_kvcache
 from ...masks import tree_words
-from ..given_out import written_to
+from ..given_results import written_to
 from .checks import OURS, check_layer, check_runner, head_dims
 from .metadata import EngineStep, GraphBuffers, ImageRows, Tables, draft_steps, node_tables, tree_of
 

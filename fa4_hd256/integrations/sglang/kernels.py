@@ -13,7 +13,7 @@ from ...models import AttentionModel, Mask
 from ...run.ahead.needs import Needs
 from ...run.catalogue import KernelSpec
 from ...warm import load
-from ..engine_kernels import engine_kernels
+from ..engines import engine_kernels
 from .checks import OURS, dims_of, layers_of
 
 

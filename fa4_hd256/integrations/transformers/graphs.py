@@ -21,8 +21,7 @@ from ...kernels.mask.windows import Window
 from ...masks import from_dense
 from ...metadata import get_backward_metadata
 from ...package_name import NAMESPACE
-from ..backward_memory import backward_config_of
-from ..given_results import gradients_of_results
+from ..given_results import backward_config_of, gradients_of_results
 
 #: Stands for None among an operator's ints.
 _NONE = -1

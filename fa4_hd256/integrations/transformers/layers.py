@@ -14,7 +14,7 @@ from ...call.packed_ds import BackwardMetadata
 from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...metadata import get_backward_metadata
 from .. import other_dims
-from ..backward_memory import backward_config_of
+from ..given_results import backward_config_of
 from . import fallback, graphs
 from .descriptions import (
     KEY_END,

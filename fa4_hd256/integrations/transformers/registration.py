@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..backward_memory import check_ds_bytes
+from ..given_results import check_ds_bytes
 from .layers import BATCHING_NAME, NAME, attention, batched_attention
 from .masks import mask
 

@@ -29,7 +29,7 @@ from ...gpus.gpu import of_capability
 from ...interface import flash_attn_varlen_func
 from ...kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ...score_mods import ScoreMod, alibi
-from ..given_out import written_to
+from ..given_results import written_to
 from .metadata import Builder, Images, Metadata, Requests
 
 #: Names of caches in e4m3.

@@ -14,8 +14,8 @@ import torch
 from ... import interface
 from ...compat.arguments import Library, honoured, neutral, refused
 from ...score_mods import alibi
-from ..engine_options import METADATA, our_options
-from ..given_out import written_to
+from ..engines import METADATA, our_options
+from ..given_results import written_to
 
 _HONOURED = (
     "softmax_scale", "causal", "window_size", "softcap", "num_splits", "deterministic", "q_descale",

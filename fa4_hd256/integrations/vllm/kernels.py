@@ -17,7 +17,7 @@ from ...models import AttentionModel, Mask
 from ...run.ahead.needs import USES, Needs
 from ...run.catalogue import KernelSpec
 from ...warm import load
-from ..engine_kernels import engine_kernels
+from ..engines import engine_kernels
 
 _DECODE = "decode"
 #: The most queries of a request in a dense call.

@@ -149,7 +149,7 @@ def blocks_of(device):
 
 def test_blocks_without_a_mask_mod():
     """All keys of a listed block are seen, within the window."""
-    from fa4_hd256.compat.masks import translate_blocks
+    from fa4_hd256.compat.functions import translate_blocks
 
     counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
     blocks = Blocks(counts, torch.tensor([[[[1], [0]]]], dtype=torch.int32), block_size=(128, 128))

@@ -20,7 +20,7 @@ from fa4_hd256 import get_scheduler_metadata, interface
 from fa4_hd256.check import reference
 from fa4_hd256.compat import arguments
 from fa4_hd256.integrations import sglang, vllm
-from fa4_hd256.integrations.engine_options import our_options
+from fa4_hd256.integrations.engines import our_options
 from fa4_hd256.run.execute import Execution
 from fa4_hd256.score_mods import alibi
 

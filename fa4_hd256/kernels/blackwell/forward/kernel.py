@@ -71,8 +71,9 @@ from .context import (
     MmaRings,
     ScoreRow,
     SoftmaxRings,
+    buffers_in,
+    tensors_of,
 )
-from .operands import buffers_in, tensors_of
 from .output import load_columns, output_slices, rescale, store_zeros
 from .scores import RangeMask, StepScores, hand_over
 
