@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
-from paged_cases import Paged, int32, offsets
+from paged_cases import Paged, offsets
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
@@ -323,53 +323,6 @@ def test_scales_of_other_tensors_are_refused():
     q = torch.zeros(2, 1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="given with k and v of torch.bfloat16"):
         flash_attn_func(q, q, q, k_descale=one(), v_descale=one())
-
-
-@pytest.mark.sampled
-def test_as_many_pages_as_sequences():
-    """Two dimensions do not tell whose scales they are; three say it, or four."""
-    q = torch.randn(3, 1, 4, 256).bfloat16()
-    k, v = (codes(3, 16, 2, 256) for _ in "kv")
-    table, used = int32([[2], [0], [1]]), int32([16, 9, 4])
-    given = scales(3, 2)
-
-    def call(*shape):
-        return flash_attn_varlen_func(
-            q, k, v, seqused_k=used, page_table=table, k_descale=given[0].reshape(shape),
-            v_descale=given[1].reshape(shape),
-        )  # fmt: skip
-
-    with pytest.raises(ValueError, match=r"\(1, 3, 2, 1\) for scales of sequences, \(3, 1, 2, 1"):
-        call(3, 2)
-    order = table[:, 0].long()
-    of_pages = call(3, 1, 2)
-    assert torch.equal(call(3, 1, 2, 1), of_pages)
-    given = tuple(scale[order] for scale in given)
-    assert (call(3, 2, 1).float() - of_pages.float()).abs().max() < 2e-3
-    assert torch.equal(call(1, 3, 2, 1), call(3, 2, 1))
-
-
-@pytest.mark.parametrize("given", [2, 3])
-@pytest.mark.sampled
-def test_as_many_pages_as_sequences_with_one_head(given):
-    """Three dimensions cannot be told apart either; four say it."""
-    q, used = torch.randn(2, 1, 2, 256).bfloat16(), int32([16, 16])
-    k, v = (codes(2, 16, 1, 256) for _ in "kv")
-    factors = [torch.tensor(pair) for pair in ((0.01, 0.02), (0.5, 2.0))]
-
-    def call(*shape, order=(0, 1)):
-        scales = {
-            f"{name}_descale": pair[list(order)].reshape(shape) for name, pair in zip("kv", factors)
-        }
-        table = int32([[1], [0]])
-        return flash_attn_varlen_func(q, k, v, seqused_k=used, page_table=table, **scales).float()
-
-    with pytest.raises(ValueError, match=r"\(1, 2, 1, 1\) for scales of seq.*\(2, 1, 1, 1\) for"):
-        call(2, *[1] * (given - 1))
-    of_pages, of_sequences = call(2, 1, 1, 1), call(1, 2, 1, 1)
-    assert (of_pages - of_sequences).abs().max() > 0.1
-    # Sequences have the other page each.
-    assert (call(1, 2, 1, 1, order=(1, 0)) - of_pages).abs().max() < 2e-2
 
 
 def test_block_masks_are_refused():

@@ -1,9 +1,7 @@
-"""Caches in e4m3: new rows brought to it, calls that are repeated, torch.compile, warm_up, and the
-scheduler metadata."""
+"""Caches in e4m3: new rows brought to it, kernels that a model needs, scheduler metadata."""
 
 from __future__ import annotations
 
-import cache_reference
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
@@ -16,10 +14,6 @@ from fa4_hd256 import (
     get_scheduler_metadata,
 )
 from fa4_hd256.architectures import named
-from fa4_hd256.check import reference
-from fa4_hd256.integrations import sglang, vllm
-from fa4_hd256.kernels.problem_class import OF_PAGES
-from fa4_hd256.run import execute
 from fa4_hd256.run.ahead.needs import Needs, specs_of
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.keys import cache_key
@@ -120,35 +114,6 @@ def test_a_list_of_parts():
         accurate((out[b : b + 1], lse[b : b + 1]), q[b : b + 1], part)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.sampled
-def test_engines(engine):
-    """Scales expanded from one value; bf16 caches without."""
-    q = torch.randn(2, 4, 256).bfloat16()
-    cache = [codes(4, 16, 2, 256) for _ in "kv"]
-    table, used, starts = int32([[2, 0], [3, 1]]), int32([25, 9]), int32([0, 1, 2])
-    given = [scale.expand(2, 2) for scale in scales(())]
-    named = {"k_descale": given[0], "v_descale": given[1], "q_descale": None}
-    found = []
-    for k, v in (cache, [t.bfloat16() for t in cache]):
-        if engine == "vllm":
-            out = vllm.flash_attn_varlen_func(
-                q, k, v, 1, starts, 32, seqused_k=used, block_table=table, causal=True, **named
-            )
-        else:
-            out = sglang.flash_attn_with_kvcache(
-                q, k, v, cu_seqlens_q=starts, max_seqlen_q=1, cache_seqlens=used,
-                page_table=table, causal=True, **named,
-            )  # fmt: skip
-        found.append(out)
-    for b, length in enumerate(used.tolist()):
-        rows = [cache_reference.gathered(t.float(), table[b], length)[None].double() for t in cache]
-        rows = [t * scale[0, 0].double() for t, scale in zip(rows, given)]
-        out, _ = reference.attention(q[b][None, None], *rows)
-        assert (found[0][b].double() - out[0, 0]).abs().max() < 4e-3
-    assert not torch.equal(*found)
-
-
 SMALL = AttentionModel("small", 8, 1)
 
 
@@ -180,22 +145,3 @@ def test_what_a_model_needs(architecture):
         assert kernel_named(name_of(spec)) == spec
     with pytest.raises(ValueError, match="kv_dtype is torch.float8_e5m2"):
         needs(kv_dtypes=(torch.float8_e5m2,))
-
-
-@pytest.mark.sampled
-def test_calls_take_those_kernels(monkeypatch, architecture):
-    """Calls of one query and of sixteen, with scales of pages, take a kernel that `warm_up`
-    compiles."""
-    own = named(architecture)
-    known, taken = set(specs_of(SMALL, needs(), own, rows_of(own))), []
-    real = execute.compile_kernel
-    monkeypatch.setattr(execute, "compile_kernel", lambda spec: taken.append(spec) or real(spec))
-    cache, table = [codes(4, 16, 1, 256) for _ in "kv"], int32([[2, 0]])
-    for queries in (1, 16):
-        flash_attn_varlen_func(
-            torch.randn(1, queries, 8, 256).bfloat16(), *cache, seqused_k=int32([20]),
-            page_table=table, causal=True, use_clc=False, num_splits=1,
-            k_descale=torch.ones(4, 1), v_descale=torch.ones(4, 1),
-        )  # fmt: skip
-    assert len(set(taken)) == 2 and set(taken) <= known
-    assert {spec.problem_class.descale for spec in taken} == {OF_PAGES}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -410,50 +409,6 @@ def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
         flash_attn_func(*small(), **wrong)
 
 
-def test_short_of_memory_a_smaller_plan_is_run(long_way, monkeypatch):
-    """Run the smaller plan where the kind of calls has one; the plan that is kept stays."""
-    for _ in range(3):
-        flash_attn_func(*small(), causal=True)
-    (execution,) = plans._cache.executions.values()
-    asked, taken = [], _asked(small(), partial(flash_attn_func, causal=True))
-    smaller = replace(
-        interface._EAGER_FORWARD, smaller=lambda *given: asked.append(given) or "smaller"
-    )
-
-    def run(*given, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with monkeypatch.context() as short:
-        short.setattr(execution, "run", run, raising=False)
-        with pytest.raises(torch.OutOfMemoryError):
-            flash_attn_func(*small(), causal=True)
-        found, addresses = plans.find(*taken)
-        out, _ = plans.run(smaller, found, taken[1], addresses)
-        assert found is execution and (out == 0).all()
-        assert [given[2] for given in asked] == [execution.plan]
-        assert list(plans._cache.executions.values()) == [execution]
-    assert repeats(flash_attn_func, *small(), causal=True)
-
-
-def test_a_plan_that_memory_never_was_enough_for_is_not_kept(long_way, monkeypatch):
-    """The first call runs the smaller plan, which later calls find."""
-
-    class Short(plans.Execution):
-        def run(self, *given, **options):
-            if self.plan is None:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().run(*given, **options)
-
-    monkeypatch.setattr(plans, "Execution", Short)
-    smaller = replace(interface._EAGER_FORWARD, smaller=lambda *given: "smaller")
-    monkeypatch.setattr(interface, "_EAGER_FORWARD", smaller)
-    assert not repeats(flash_attn_func, *small())
-    (execution,) = plans._cache.executions.values()
-    assert execution.plan == "smaller"
-    for _ in range(3):
-        assert repeats(flash_attn_func, *small())
-
-
 def test_a_first_call_that_is_refused_leaves_nothing_behind(long_way, monkeypatch):
     """Neither what the checks refuse, nor what the plan does."""
 
@@ -591,15 +546,6 @@ def test_what_is_refused_is_not_kept(long_way):
     del scale
     gc.collect()
     assert seen() is None
-
-
-def _asked(inputs, function=flash_attn_func):
-    """Return what a call gives `plans.find`."""
-    asked, find = [], plans.find
-    with pytest.MonkeyPatch.context() as noting:
-        noting.setattr(plans, "find", lambda *given: asked.append(given) or find(*given))
-        function(*inputs)
-    return asked[0]
 
 
 def test_few_plans_are_kept(long_way, monkeypatch):

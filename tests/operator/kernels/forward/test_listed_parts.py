@@ -153,17 +153,6 @@ def test_a_cache_with_new_rows(device):
     assert torch.equal(caches[0][0, 1100:1102], new[0][0])
 
 
-@pytest.mark.sampled
-def test_several_tiles_of_queries_are_not_divided(device):
-    q, k, v = inputs((300, 600), HEADS, device=device)
-    used = ints([600], device)
-    listed = get_scheduler_metadata(used, 300, 600, *HEADS)
-    options = {"seqused_k": used, "return_lse": True}
-    found = flash_attn_varlen_func(q, k, v, scheduler_metadata=listed, **options)
-    expected = flash_attn_varlen_func(q, k, v, num_splits=1, **options)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
 # ------------------------------------------------------------------------------------ the list
 
 

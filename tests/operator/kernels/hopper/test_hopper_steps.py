@@ -21,7 +21,6 @@ from step_traces import (
 )
 
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS
 from fa4_hd256.kernels.hopper.backward.config import (
     BackwardConfig,
@@ -120,46 +119,6 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
                     assert_as_declared(report, plan, steps, wrong)
         with pytest.raises(AssertionError):
             assert_as_declared(report, plan, (*steps, 1), table)
-
-
-def fills_when_claimed(report, plan):
-    """Buffers that the leader's load warp has begun to fill each time that the scheduler counts."""
-    fills, found = 0, []
-    for entry in report.trace:
-        if entry.ctaid[0] == 0:
-            by_load = entry.warp == plan.warps.load
-            fills += by_load and entry.opcode.startswith("mbarrier.arrive.expect_tx")
-            if entry.opcode.startswith("atom.relaxed.gpu.global.inc"):
-                found.append(fills)
-    return found
-
-
-def claimed_late(claimed, table, steps, once, each):
-    """Return True if every tile, of so many steps, has begun all that its table requires when the
-    next is claimed.  once, each: buffers filled for a tile, and for a step."""
-    of_tile, left = once + each * steps, each * CLAIM_STEPS
-    return all(fills >= of_tile * (tile + 1) - left for tile, fills in enumerate(claimed))
-
-
-# Tiles of 256 keys or queries; a step has 64 queries or keys, of the products 128.
-@pytest.mark.simulator
-@pytest.mark.parametrize(
-    ("config", "shapes"),
-    [(STORED, [(2, 8, 2, 2), (4, 4, 0, 3)]), (RECOMPUTED, [(2, 8, 1, 2)] * 3)],
-    ids=["stored", "recomputed"],
-)
-@pytest.mark.sampled
-def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, reports):
-    """Claimed early, a tile is kept from clusters that have nothing to do.  shapes: of each launch
-    tiles, steps of a tile, buffers that are filled once and in each step."""
-    attend((512, 512), False, backward=config, use_clc=True)
-    launches = zip(reports[2:], plans_of(config), shapes, strict=True)
-    for report, plan, (tiles, steps, once, each) in launches:
-        claimed, table = fills_when_claimed(report, plan), table_of(plan)
-        assert len(claimed) == tiles
-        assert claimed_late(claimed, table, steps, once, each)
-        as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
-        assert not claimed_late(as_tiles_begin, table, steps, once, each)
 
 
 def work_of(seen, config, warpgroup, first):
