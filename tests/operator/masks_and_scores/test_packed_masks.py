@@ -289,7 +289,8 @@ def test_offsets_of_rows_are_checked():
 
 
 def test_what_inference_made_may_be_trained_with(device):
-    tensors = tuple(tensor.requires_grad_() for tensor in row(device=device))
+    q, k, v = row(device=device)
+    tensors = tuple(tensor.requires_grad_() for tensor in (torch.cat((q, q), 1), k, v))
     mask = masks.from_dense(torch.ones(8, 8, device=device) > 0)
     cu = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
     given = dict(zip(LENGTHS, (cu, cu, 5, 5), strict=True))
