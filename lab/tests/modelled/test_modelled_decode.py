@@ -48,6 +48,25 @@ def test_a_row_of_a_prediction():
     assert "2x(2, 140)" in text and "parts, e4m3" in text
 
 
+class PagesPredictor(FakePredictor):
+    """A call takes 10 microseconds, in pages of n rows 1 / n of it longer, 2 / n at worst."""
+
+    def predict(self, provider, case, direction):
+        longer = np.array([1.0, 2.0]) / case.page_size if case.page_size else np.zeros(2)
+        seconds = (1 + longer) * 1e-5
+        return Predicted(seconds, seconds, None)
+
+
+def test_a_row_of_pages():
+    row = decode.pages_row(CASE, PagesPredictor())
+    assert [row[name] for name in ("none", "pages_128", "pages_16")] == pytest.approx(
+        [10, 10 * 129 / 128, 10.625]
+    )
+    assert (row["behind_128"], row["behind_16"]) == pytest.approx((1 / 128, 1 / 16))
+    assert row["worst"] == pytest.approx(1 / 8)
+    assert "pages of 16 over none" in decode.pages_table([row]).as_markdown()
+
+
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_a_modelled_row(capsys, tmp_path):
