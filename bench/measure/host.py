@@ -66,7 +66,7 @@ def _case(
     return HostCase("host", lengths, *heads, True, name=name, **more)
 
 
-_GRADIENTS = {"grad": True, "backward": True}
+_GRADIENTS: dict[str, Any] = {"grad": True, "backward": True}
 _DECODE = ((1, 1024),) * 4
 CASES = (
     _case("forward, no gradients", (256, 256)),
