@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,41 @@ class Stage:
         return [events[phase] for events in self.arrivals.values() if 0 <= phase < len(events)]
 
 
+def check_phases(
+    name: str,
+    stage: Stage,
+    precedes: Callable[[int, int], bool],
+    said: Callable[[int], str],
+) -> None:
+    """Raise ValueError for a barrier whose phases its arrivers or its waiters may mistake.
+
+    Who waits for a phase knows that the one before is complete, and the one behind it cannot
+    complete before that wait: one of its arrivals comes after the wait in every run.  A barrier
+    with both is never more than a phase away from anyone who waits for it.
+
+    name: of the barrier.  precedes: whether an event comes before another one in every run.  said:
+    an event in words.
+    """
+    for arriver, events in stage.arrivals.items():
+        for phase, event in enumerate(events[1:]):
+            if not all(precedes(other, event) for other in stage.of_phase(phase)):
+                raise ValueError(
+                    f"an arrival on {name} may fall into the phase before its own: "
+                    f"{said(event)} (phase {phase + 1} of {arriver[0]})"
+                )
+    for event, last, phase in stage.waits:
+        before = stage.of_phase(phase - 1) if phase > 0 else []
+        knows = all(last is not None and precedes(other, last) for other in before)
+        following = stage.of_phase(phase + 1)
+        complete = len(following) == len(stage.arrivers)
+        overtaken = complete and not any(precedes(event, other) for other in following)
+        if not knows or overtaken:
+            raise ValueError(
+                f"the parity of {name} is ambiguous: {said(event)} while it may be "
+                f"{'ahead by a whole turn' if overtaken else 'a phase behind'}"
+            )
+
+
 @dataclass
 class Held:
     """Something that a buffer holds: by whom it was written, by whom used since, and whether by
@@ -232,7 +267,7 @@ class Run:
         """Run to the end, and look at the order of what happened."""
         self._run()
         for (edge, _, index), stage in self.stages.items():
-            self._check_phases(self.edges[edge], index, stage)
+            check_phases(f"{edge} (stage {index})", stage, self._precedes, self._said)
         self._check_exit()
 
     # Events and their order.
@@ -481,27 +516,7 @@ class Run:
         held.users.append(event)
         held.is_taken |= use.takes
 
-    # Phases that barriers can tell apart, and lifetimes of barriers.
-
-    def _check_phases(self, edge: Edge, index: int, stage: Stage) -> None:
-        for arriver, events in stage.arrivals.items():
-            for phase, event in enumerate(events[1:]):
-                if not all(self._precedes(other, event) for other in stage.of_phase(phase)):
-                    raise ValueError(
-                        f"an arrival on {edge.name} may fall into the phase before its own: "
-                        f"{self._said(event)} (stage {index}, phase {phase + 1} of {arriver[0]})"
-                    )
-        for event, last, phase in stage.waits:
-            before = stage.of_phase(phase - 1) if phase > 0 else []
-            knows = all(last is not None and self._precedes(other, last) for other in before)
-            following = stage.of_phase(phase + 1)
-            complete = len(following) == len(stage.arrivers)
-            overtaken = complete and not any(self._precedes(event, other) for other in following)
-            if not knows or overtaken:
-                raise ValueError(
-                    f"the parity of {edge.name} is ambiguous: {self._said(event)} while stage "
-                    f"{index} may be {'ahead by a whole turn' if overtaken else 'a phase behind'}"
-                )
+    # Lifetimes of barriers.
 
     def _check_exit(self) -> None:
         left = (held for buffer in self.buffers.values() for held in buffer.values())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import mma_machine_code
 import pytest
 import torch
-from mma_machine_code import chains_of_machine_code, chains_of_ptx, hazards
+from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx, hazards
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
@@ -17,7 +17,9 @@ from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
 from fa4_hd256.kernels.problem_class import E4M3, OF_SEQUENCES, GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from sm100_sim.isa.tensor.descriptors import decode_instruction
 from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
+from sm100_sim.tools.golden.instructions import mma
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -72,6 +74,40 @@ def test_every_chain_of_the_ptx_is_in_the_machine_code(name):
 def test_operands_wait_for_their_scoreboards(name):
     function, _ = machine_code(name)
     assert hazards(function) == []
+
+
+def forms(chain: Chain) -> set[tuple]:
+    """Return what a golden case has of a chain: group, kind, M, N, signs, majors, and where A lies
+    and B, with a swizzle or without."""
+    found = decode_instruction(chain.descriptor, chain.kind, chain.group)
+    a = "tmem" if chain.upper_a is None else chain.upper_a >> 29
+    majors = found.a_mn_major, found.b_mn_major
+    return {(chain.group, chain.kind, found.m, found.n, *majors, a, chain.upper_b >> 29, sign)
+            for sign in {found.negate_a, False}}  # fmt: skip
+
+
+def probed() -> set[tuple]:
+    """Return the forms that golden cases have."""
+    found = set()
+    for p in mma.PRODUCTS:
+        a, b = (0 if which in p.plain else 2 for which in "ab")
+        place = "tmem" if p.a == "tmem" else a
+        majors = p.a == "mn", p.b_mn
+        found.add((p.group, p.kind, p.m, p.n, *majors, place, b, p.negate))
+    return found
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_every_form_of_an_mma_has_a_golden_case(name):
+    """A form that no case asks of a GPU would first be seen as a wrong result of a kernel."""
+    kernel = compile_kernel(specs()[name])
+    wanted = {form for chain in chains_of_ptx(kernel.ptx) for form in forms(chain)}
+    # A sign is asked of some shapes, and is one bit beside them.
+    asked = probed()
+    missing = {form for form in wanted if not form[-1]} - asked
+    assert missing == set()
+    assert all((*form[:2], True) in {(*p[:2], p[-1]) for p in asked} for form in wanted if form[-1])
 
 
 def changed(function: SassFunction, index: int, **fields) -> SassFunction:

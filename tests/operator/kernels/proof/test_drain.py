@@ -186,7 +186,7 @@ MISTAKES = {
         FORWARD.edges, without(F, "PV0", "o_free"), r"last signal of o_free"),
     "a buffer freed too often": (
         DQ.edges, with_product(Q, "S", commits=(*named(Q, "S").commits[:2], each("q_free"))),
-        r"parity of q_free is ambiguous"),
+        r"parity of q_free \(stage \d\) is ambiguous"),
     "loads in another order": (
         FORWARD.edges,
         with_product(with_product(F, "QK", loads=(QK.loads[0], *PV0.loads)), "PV0",
