@@ -17,6 +17,7 @@ from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
 from fa4_hd256.kernels.problem_class import E4M3, OF_SEQUENCES, GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
 from sm100_sim.isa.tensor.descriptors import decode_instruction
 from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
 from sm100_sim.tools.golden.instructions import mma
@@ -74,6 +75,17 @@ def test_every_chain_of_the_ptx_is_in_the_machine_code(name):
 def test_operands_wait_for_their_scoreboards(name):
     function, _ = machine_code(name)
     assert hazards(function) == []
+
+
+#: Bytes of stack of a thread that kernels still have, for spills inside their steps. Only lower it.
+SPILLS = {"decode-64": 8, "decode_e4m3-32": 184, "decode_e4m3-64": 120}
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_no_kernel_has_local_memory(name):
+    usage = resource_usage(compile_kernel(specs()[name]).cubin)
+    assert usage.local == 0 and usage.stack <= SPILLS.get(name, 0)
 
 
 def forms(chain: Chain) -> set[tuple]:
