@@ -29,7 +29,7 @@ Place = tuple[str, int]
 SCHEDULER, WANTS, HARDWARE = ("scheduler", LEADER), ("load", LEADER), ("hardware", LEADER)
 
 
-class Operation(NamedTuple):
+class RingOperation(NamedTuple):
     """verb: "wait", "arrive", "write" or "read".  place: the barrier, or the slots of a CTA.
     number: of the request."""
 
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
     number: int
 
 
-def programs(stages: int, requests: int) -> dict[Warp, list[Operation]]:
+def programs(stages: int, requests: int) -> dict[Warp, list[RingOperation]]:
     """Return what the warps do for so many requests, in their order.
 
     The scheduler's warp waits until the tile is wanted and the slot is free, arms the barriers of
@@ -46,34 +46,36 @@ def programs(stages: int, requests: int) -> dict[Warp, list[Operation]]:
     answer like every other warp.
     """
 
-    def reads(cta: int, number: int) -> list[Operation]:
+    def reads(cta: int, number: int) -> list[RingOperation]:
         return [
-            Operation("wait", ("full", cta), number),
-            Operation("read", ("slot", cta), number),
-            Operation("arrive", ("empty", LEADER), number),
+            RingOperation("wait", ("full", cta), number),
+            RingOperation("read", ("slot", cta), number),
+            RingOperation("arrive", ("empty", LEADER), number),
         ]
 
-    found: dict[Warp, list[Operation]] = {SCHEDULER: [], HARDWARE: [], WANTS: []}
+    found: dict[Warp, list[RingOperation]] = {SCHEDULER: [], HARDWARE: [], WANTS: []}
     found |= {("reader", cta): [] for cta in CTAS}
     for n in range(requests):
         full = [("full", cta) for cta in CTAS]
         found[SCHEDULER] += [
-            Operation("wait", ("wanted", LEADER), n),
-            Operation("wait", ("empty", LEADER), n - stages),
-            *(Operation("arrive", place, n) for place in full),
-            Operation("arrive", ("request", LEADER), n),
+            RingOperation("wait", ("wanted", LEADER), n),
+            RingOperation("wait", ("empty", LEADER), n - stages),
+            *(RingOperation("arrive", place, n) for place in full),
+            RingOperation("arrive", ("request", LEADER), n),
             *reads(LEADER, n),
         ]
         found[HARDWARE] += [
-            Operation("wait", ("request", LEADER), n),
-            *(Operation("write", ("slot", cta), n) for cta in CTAS),
-            *(Operation("arrive", place, n) for place in full),
+            RingOperation("wait", ("request", LEADER), n),
+            *(RingOperation("write", ("slot", cta), n) for cta in CTAS),
+            *(RingOperation("arrive", place, n) for place in full),
         ]
-        found[WANTS] += [Operation("arrive", ("wanted", LEADER), n), *reads(LEADER, n)]
+        found[WANTS] += [RingOperation("arrive", ("wanted", LEADER), n), *reads(LEADER, n)]
         for cta in CTAS:
             found["reader", cta] += reads(cta, n)
     first = max(0, requests - stages)
-    found[SCHEDULER] += [Operation("wait", ("empty", LEADER), n) for n in range(first, requests)]
+    found[SCHEDULER] += [
+        RingOperation("wait", ("empty", LEADER), n) for n in range(first, requests)
+    ]
     return found
 
 
@@ -82,8 +84,8 @@ class RingRun:
     """One run of all warps, which is every run: `drain` NOTE [one run is all runs]."""
 
     stages: int
-    programs: dict[Warp, list[Operation]]
-    events: list[tuple[Warp, Operation]] = field(default_factory=list)
+    programs: dict[Warp, list[RingOperation]]
+    events: list[tuple[Warp, RingOperation]] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     barriers: dict[tuple[Place, int], Stage] = field(default_factory=dict)
     last: dict[Warp, int | None] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class RingRun:
             if place[0] != "request":
                 check_phases(f"{place[0]} (slot {index})", stage, self._precedes, self._said)
 
-    def _execute(self, warp: Warp, operation: Operation) -> bool:
+    def _execute(self, warp: Warp, operation: RingOperation) -> bool:
         verb, place, number = operation
         phase, index = divmod(number, self.stages)
         if verb in ("write", "read"):
@@ -139,7 +141,7 @@ class RingRun:
             if any(o.verb == "arrive" and o.place == place for o in program)
         )
 
-    def _use(self, warp: Warp, operation: Operation, slot: tuple[int, int]) -> None:
+    def _use(self, warp: Warp, operation: RingOperation, slot: tuple[int, int]) -> None:
         event = self.last[warp] = self._event(warp, operation, self.last[warp])
         if operation.verb == "read":
             if slot not in self.written or not self._precedes(self.written[slot], event):
@@ -151,7 +153,7 @@ class RingRun:
                 raise ValueError(f"{self._said(event)}, before this: {self._said(reader)}")
         self.written[slot] = event
 
-    def _event(self, warp: Warp, operation: Operation, *causes: int | None) -> int:
+    def _event(self, warp: Warp, operation: RingOperation, *causes: int | None) -> int:
         before = 0
         for cause in causes:
             if cause is not None:
