@@ -17,8 +17,6 @@ from typing import NamedTuple
 from .drain import Stage, check_phases
 from .programs import CTAS, LEADER
 
-__all__ = ["RingRun", "check_ring"]
-
 #: Requests of a run: none, as many as there are slots, and several turns of the ring.
 REQUESTS = range(9)
 
