@@ -43,7 +43,8 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
             f"for each, as {kind.title}.of derives it"
         )
     kind.register(key, functions)
-    if kind.users_key(key) == key:
+    # A name needs no note, and a call that is traced cannot make one.
+    if kind.users_key(key) == key and not kind.is_named(key):
         note_meaning(kind, key, functions)
 
 

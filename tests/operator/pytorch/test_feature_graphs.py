@@ -98,8 +98,12 @@ def a_gate(device):
 
 @case(has_gradients=True)
 def a_score_mod(device):
-    mod = alibi(torch.tensor([0.3, 0.04], device=device))
-    return lambda q, k, v: flash_attn_func(q * 2, k, v, score_mod=mod, causal=True), rows(device)
+    slopes = torch.tensor([0.3, 0.04], device=device)
+
+    def call(q, k, v):
+        return flash_attn_func(q * 2, k, v, score_mod=alibi(slopes), causal=True)
+
+    return call, rows(device)
 
 
 @case(has_gradients=True)
