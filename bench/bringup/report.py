@@ -96,6 +96,6 @@ def text(target: Target, results: Results, stopped: str = "") -> str:
             lines.append(f"  {item}: {outcome['state']}  {outcome.get('text', '')}".rstrip())
         lines.append("")
     if target.is_gpu:
-        found = decisions.decide(content(target, results, ""))
-        lines += ["decisions", decisions.text(found), ""]
+        decided = decisions.decide(content(target, results, ""))
+        lines += ["decisions", decisions.text(decided), ""]
     return "\n".join(lines)

@@ -109,6 +109,7 @@ def _call(choice: Choice, options: dict[str, Any], target: Target) -> Callable[[
     q, k, v, dout = kernels.tensors(_CALL, target.device)
     if choice.direction == "forward":
         return lambda: flash_attn_func(q, k, v, **choice.options, **options)
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = flash_attn_func(*leaves, **choice.options, **options)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = flash_attn_func(q, k, v, **choice.options, **options)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

@@ -6,8 +6,6 @@ import ctypes
 import functools
 from typing import Any
 
-from sm100_sim.jit.engine import native_engine
-
 from .compiler import module_text, signature
 from .language import Native, Pointer, Scalar
 
@@ -28,6 +26,9 @@ def _ctype(kind: Scalar | Pointer | None) -> Any:
 @functools.cache
 def callable_of(routine: Native) -> Any:
     """A routine as a function of Python; pointers are addresses."""
+    # Golden vectors are recorded on machines that may lack llvmlite, and import rules of layouts.
+    from sm100_sim.jit.engine import native_engine
+
     parameters, result = signature(routine)
     engine = native_engine(module_text((routine,)))
     kind = ctypes.CFUNCTYPE(_ctype(result), *map(_ctype, parameters.values()))
