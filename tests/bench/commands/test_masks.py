@@ -109,6 +109,7 @@ def test_the_cases():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=_named)
+@pytest.mark.sampled("prefix-LM")
 def test_the_check_sees_the_mask(pattern):
     """Right under the case's own mask; wrong where one key too many is seen."""
 
@@ -183,6 +184,7 @@ def test_flex_attention_is_asked_for_smaller_blocks(monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_ours_in_the_simulator():
     case = _case(Images(10), 1, 150, (1, 1))
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)

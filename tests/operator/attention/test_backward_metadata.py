@@ -170,6 +170,7 @@ def test_compiled(device):
         batch.check(torch.autograd.grad(out, leaves, batch.dout), causal=True)
 
 
+@pytest.mark.sampled
 def test_opcheck(device):
     batch = Packed(LENGTHS, device)
     metadata = batch.metadata(causal=True)

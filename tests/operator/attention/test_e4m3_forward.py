@@ -68,7 +68,7 @@ MASKS = [{"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5)},
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.sampled("*causal*")
+@pytest.mark.sampled("static-*causal*")
 def test_masks(mask, device, use_clc):
     """A group of two heads shares tiles; scales of sequences and KV heads."""
     tensors, given = triple((300, 420), (4, 2), 2, device), all_scales(2, 2, device=device)
@@ -151,7 +151,7 @@ def test_results_in_either_dtype(dtype, device):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("3")
+@pytest.mark.sampled
 def test_few_queries(num_splits, device):
     """Decoding: heads of a group share a tile, and keys are split."""
     tensors, given = triple((2, 700), (8, 1), 2, device), all_scales(2, 1, device=device)

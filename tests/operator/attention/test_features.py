@@ -124,7 +124,7 @@ def test_packed_with_every_option(use_clc, device):
     )  # fmt: skip
 
 
-@pytest.mark.sampled("static")
+@pytest.mark.sampled
 def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
     """Padded sequences: NaN past seqused must not reach a result, nor be overwritten as one."""
     q, k, v = inputs(200, 300, batch=3, device=device)

@@ -81,6 +81,7 @@ def test_rows_are_not_compiled_in(device, monkeypatch):
     assert len({(one.problem_class, one.config) for one in specs}) == 1
 
 
+@pytest.mark.sampled
 def test_left_padding(device):
     """Sequences begin at any row; one has none but padding, and its queries see no key."""
     q = randn(4, 3, 4, device=device)

@@ -76,7 +76,7 @@ def test_options(options, dtype):
      (20, (6, 2), 32), (70, (2, 2), 64)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("1-(8, 1)-16")
+@pytest.mark.sampled
 def test_rows_and_tiles(queries, heads, rows, architecture):
     q, *keys = dense(queries, 290, heads, batch=1)
     given = scales(1, heads[1])

@@ -207,6 +207,7 @@ def test_masks_that_are_not_traced(tensors, device):
         mask_mod_of(lambda b, h, q, k: q >= k if h > 0 else q < k, device)
 
 
+@pytest.mark.sampled
 def test_a_batch_of_keys_under_a_batch_of_queries(tensors, device):
     """One set of keys and values for all, as PyTorch's function takes it; gradients are sums."""
     q, k, v = (torch.randn(b, 1, 8, 256, device=device).bfloat16() for b in (2, 1, 1))

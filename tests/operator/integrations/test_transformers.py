@@ -107,6 +107,7 @@ def test_steps_with_a_cache(device):
     assert_as_good(torch.cat(got, dim=1), eager, expected)
 
 
+@pytest.mark.sampled
 def test_generate_with_left_padding(device):
     """transformers' own generation, whose static cache is longer than the sequence."""
     model, _ = gemma(device)

@@ -35,7 +35,7 @@ def test_no_findings(use_clc, seed, sanitize):
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.sampled("16")
+@pytest.mark.sampled
 def test_boxes_have_the_bytes_of_tiles(page_size):
     """Tiles that end beside a page, in it and past the end load as many bytes as without pages."""
     paged, q = Paged.of((300,), page_size), torch.randn(1, 1, 2, 256).bfloat16()

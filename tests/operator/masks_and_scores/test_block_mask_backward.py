@@ -157,6 +157,7 @@ def test_room_of_listed_tiles(use_clc, device, backward_config, divisions, monke
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+@pytest.mark.sampled
 def test_calls_of_masks_with_other_counts(device, divisions, monkeypatch):
     """Each has its own room, although it is repeated and differs in nothing else."""
     for name, value in (("MOST_TILES", 0), ("ROUNDED_TILES", 1)):

@@ -245,6 +245,7 @@ def test_places_stay_inside(device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled
 def test_no_findings(seed, sanitize):
     sanitize(seed, clusters=2)
     lists, _ = tiles_and_dense((300, 390))

@@ -72,7 +72,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qv", "s"])
-@pytest.mark.sampled("s")
+@pytest.mark.sampled
 def test_only_what_is_asked_for_is_computed(asked, kernels, device):
     alone = ALONE[architecture_of(torch.device(device)).name]
     kinds = {

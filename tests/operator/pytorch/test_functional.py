@@ -111,6 +111,7 @@ def test_what_is_refused(device):
         torch.func.grad(lambda q: torch.func.grad(of_q)(q).float().sum())(q)
 
 
+@pytest.mark.sampled
 def test_calls_without_gradients_are_refused(device):
     q, k, v = inputs(device)
     tree = torch.eye(8, dtype=torch.bool, device=device)

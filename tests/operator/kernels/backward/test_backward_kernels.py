@@ -199,7 +199,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
-@pytest.mark.sampled("dv-packed, parts", "products-packed, parts")
+@pytest.mark.sampled("products-packed, parts")
 def test_no_spills_and_no_local_memory(result, variant):
     """The compiler's own report is clean for every kind of kernel."""
     kind = f"backward_{result}"

@@ -56,7 +56,7 @@ CASES = [(1, (40, 1)), (2, (64, 1)), (2, (24, 1)), (11, (6, 2)), (8, (8, 1)), (5
 
 @pytest.mark.parametrize(("queries", "heads"), CASES, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.sampled("1-1-(40, 1)")
+@pytest.mark.sampled
 def test_rows_of_both_groups(queries, heads, num_splits):
     """Each head has a sink and a size of its own, and each query its keys."""
     given, sink = tensors(queries, 290, heads, batch=1), torch.randn(heads[0])

@@ -52,7 +52,7 @@ def accurate(out, lse, inputs, **options):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled("causal", "few, split, of heads")
+@pytest.mark.sampled("few, split, of heads")
 def test_forward(name, device):
     case = CASES[name]
     inputs, gate = tensors(case, device)

@@ -103,6 +103,7 @@ def test_every_kv_tile_is_multiplied_once(num_splits):
     assert forward.tma["store_bytes"] == 0
 
 
+@pytest.mark.sampled
 def test_no_division_without_parts(combined, device):
     """num_splits=1 is the kernel without splits, and the rule's choice for short keys."""
     tensors = inputs((40, 300), device=device)
@@ -126,7 +127,7 @@ def no_sink(device):
 
 
 @pytest.mark.parametrize(("lengths", "window", "num_splits"), WINDOWS)
-@pytest.mark.sampled("lengths0-window0-3", "lengths2-window2-2")
+@pytest.mark.sampled("lengths2-window2-2")
 def test_windows(lengths, window, num_splits, device):
     """A sink of -inf is none."""
     check(inputs(lengths, THREE, device=device), num_splits, window_size=window, **no_sink(device))
@@ -488,7 +489,7 @@ def test_the_combining_kernel_begins_early(seqlen_q):
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
-@pytest.mark.sampled("tiles")
+@pytest.mark.sampled
 def test_no_grid_of_cancelled_clusters_lets_the_next_kernel_begin(seqlen_q, architecture):
     """Nobody knows whether a cancelled cluster counts as finished for it (docs/silicon.md,
     `clc-dependents`).  A counter of tiles cancels nothing."""
