@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+from ...kernels.functions.kernel_functions import ALIBI
 from ...kernels.functions.user_functions import FunctionKind, Functions
 from ...words import shown
 from ..checks import are_differentiated
@@ -43,8 +44,8 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
             f"for each, as {kind.title}.of derives it"
         )
     kind.register(key, functions)
-    # A name needs no note, and a call that is traced cannot make one.
-    if kind.users_key(key) == key and not kind.is_named(key):
+    # The package's own functions do not change, and a call that is traced cannot make a note.
+    if kind.users_key(key) == key and key != ALIBI:
         note_meaning(kind, key, functions)
 
 

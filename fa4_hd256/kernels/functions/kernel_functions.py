@@ -90,7 +90,7 @@ def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> F
 
 #: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
 ALIBI = "alibi"
-SCORE_MOD.name(ALIBI, Functions(_alibi))
+SCORE_MOD.register(ALIBI, Functions(_alibi))
 
 
 class ScorePlaces:

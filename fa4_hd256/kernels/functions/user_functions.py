@@ -57,7 +57,6 @@ class FunctionKind:
         what = argument.removesuffix("_mod")
         self.tensors = tuple(f"{what}_tensor_{i}" for i in range(MOST_TENSORS + 1))
         self._known: dict[str, Functions] = {}
-        self._names: set[str] = set()
         self._keys: dict[str, Callable[[Functions], str]] = {}
         self._derived: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
 
@@ -85,15 +84,6 @@ class FunctionKind:
         """Let kernels find functions by a key (`call.functions.keys.register` checks it)."""
         if self._prefix_of(key) is None:
             self._known[key] = functions
-
-    def name(self, name: str, functions: Functions) -> None:
-        """Let kernels find functions of this package by a name, which says what they mean."""
-        self._known[name] = functions
-        self._names.add(name)
-
-    def is_named(self, key: str) -> bool:
-        """Return True for a key that is a name (`name`)."""
-        return key in self._names
 
     def note_derived(self, key: str, key_of: Callable[[Functions], str]) -> None:
         """A key was derived of functions. key_of: derives it again."""
