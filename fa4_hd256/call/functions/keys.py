@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-from ...kernels.functions.kernel_functions import ALIBI
+from ...kernels.functions.kernel_functions import ALIBI, SCORE_MOD
 from ...kernels.functions.user_functions import FunctionKind, Functions
 from ...words import shown
 from ..checks import are_differentiated
@@ -45,7 +45,8 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
         )
     kind.register(key, functions)
     # The package's own functions do not change, and a call that is traced cannot make a note.
-    if kind.users_key(key) == key and key != ALIBI:
+    is_own = kind is SCORE_MOD and key == ALIBI
+    if kind.users_key(key) == key and not is_own:
         note_meaning(kind, key, functions)
 
 
