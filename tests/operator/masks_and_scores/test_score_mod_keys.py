@@ -26,7 +26,12 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.functions import meaning
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.functions.kernel_functions import ALIBI, SCORE_MOD, check_unchanged
+from fa4_hd256.kernels.functions.kernel_functions import (
+    ALIBI,
+    MASK_MOD,
+    SCORE_MOD,
+    check_unchanged,
+)
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.mask_mods import MaskMod
@@ -375,14 +380,15 @@ def test_a_function_that_changes_keeps_no_key(restart):
         keys.cache_key(KernelSpec("forward", ForwardConfig(), own))
 
 
-def test_a_mask_mod_with_the_key_of_a_score_mod_by_name(restart):
-    """Its changes are noticed: `ALIBI` is a key of score_mods alone."""
+def test_a_mask_mod_with_the_key_of_a_score_mod_by_name(restart, monkeypatch):
+    """A change of the mask_mod is noticed: `ALIBI` is a name of score_mods alone."""
     limit = 3
 
     def near(batch, head, query, key, tensors):
         return query - key < limit
 
     restart()
+    monkeypatch.setattr(MASK_MOD, "_known", {})
     MaskMod(near, ALIBI)
     limit = 4
     with pytest.raises(ValueError, match="'alibi' of a mask_mod names other functions already"):
