@@ -13,8 +13,6 @@ and refuses a plan
 * that does not give back every buffer as often as it was filled;
 * in which a warpgroup uses the registers of an MMA of its own that may be under way, or never.
 
-What load and MMA warps do is taken from their rules, not from what the table means (`programs`): a
-wait for a phase that was waited for before does not block, and buffers are those of the states.
 What an MMA computes, and from where a copy takes its data, is not looked at here.
 
 NOTE [one run is all runs].  Every role is a fixed sequence, nobody chooses.  A wait is for a number
@@ -44,7 +42,7 @@ from typing import Any
 
 from ..plan.edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
 from .programs import CTAS, LEADER, OperationKind, Programs, RoleOperation, Use
-from .steps import EdgeUse, Product, Ring, StepTable, When
+from .steps import MMA, Ring, StepTable
 
 #: Signals that both CTAs take part in.
 OF_BOTH_CTAS = (Signal.TMA_PAIR, *PAIR_SIGNALS, Signal.TMA_BOTH, Signal.WARPS_BOTH)
@@ -113,52 +111,6 @@ def _check_names(edges: EdgeTable, steps: StepTable) -> None:
             )
         if ring.free and not edges[ring.free].initially_complete:
             raise ValueError(f"edge {ring.free} must start complete: its buffers start free")
-    for product in steps.products:
-        names = {use.edge for use in (*product.waits, *product.commits)}
-        if names - declared:
-            raise ValueError(f"{product.name} uses edges that there are not: {names - declared}")
-        _check_product(product, steps)
-    for ring in steps.multiplied_rings:
-        if {ring.full, ring.free} <= set(steps.waited_edges):
-            raise ValueError(f"mma waits for both edges of ring {ring.name}; it counts by one")
-        users = {p.is_ahead for p in steps.products for o in p.operands if o.ring == ring.name}
-        if len(users) > 1 and steps.resident(ring.name):
-            raise ValueError(
-                f"a buffer of ring {ring.name} serves a whole tile for MMAs that are ahead and "
-                "for such that are not; they are at different tiles"
-            )
-
-
-def _check_product(product: Product, steps: StepTable) -> None:
-    """Check that the actions of a tile's first or last step stand where the loops have them: those
-    of the first step before all else of the MMA, those of the last after it, and where no MMA is
-    ahead, before and after all MMAs."""
-    name, waits, commits = product.name, product.waits, product.commits
-    if not _in_order(waits, (When.FIRST, When.EACH)):
-        raise ValueError(f"{name} waits in a tile's first step, or in each, and in this order")
-    if not _in_order(commits, (When.EACH, When.LAST)):
-        raise ValueError(f"{name} commits in each step, or in a tile's last one, and in this order")
-    if not {load.when for load in product.loads} <= {When.FIRST, When.EACH}:
-        raise ValueError(f"{name} loads in a tile's first step, or in each")
-    firsts = [load.content for load in product.loads if load.when is When.FIRST]
-    if steps.looks_ahead:
-        if firsts and not product.is_ahead:
-            raise ValueError(
-                f"{name} is not ahead, so what it needs of a whole tile ({', '.join(firsts)}) "
-                "belongs to an MMA that is"
-            )
-        return
-    begins = firsts or product.waits_for(When.FIRST)
-    if begins and product is not steps.products[0]:
-        raise ValueError(f"none is ahead, so {begins[0]} belongs to the first MMA, not {name}")
-    if product is not steps.products[-1] and any(use.when is When.LAST for use in commits):
-        raise ValueError(f"none is ahead, so a tile ends with the last MMA, not {name}")
-
-
-def _in_order(uses: tuple[EdgeUse, ...], order: tuple[When, ...]) -> bool:
-    """Return True if the uses are in these steps alone, and come in this order."""
-    when = [use.when for use in uses]
-    return set(when) <= set(order) and when == sorted(when, key=order.index)
 
 
 # ----------------------------------------------------------------------------------------- run
@@ -257,7 +209,9 @@ class Run:
         self.groups: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.unused: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
         #: Contents that are copied to both CTAs, a part by each.
-        self.shared = {copy.content for copy in steps.copies if copy.is_shared}
+        self.shared = {
+            copy.content for _, action in steps.actions for copy in action.copies if copy.is_shared
+        }
         #: Part of a role -> the role.
         self.whole = {name: role.whole for role in steps.roles for name in role.names}
         self.wanted, self.fetched = 0, 0
@@ -351,7 +305,7 @@ class Run:
     def _multiplying(self, role: tuple[str, int]) -> tuple[int, ...]:
         """The CTAs whose memory the MMAs take that an MMA warp issues, and whose barriers its
         commits signal."""
-        return (role[1],) if ("mma", CTAS[-1]) in self.programs else CTAS
+        return (role[1],) if (MMA, CTAS[-1]) in self.programs else CTAS
 
     def _multiply(self, role: tuple[str, int], operation: RoleOperation) -> None:
         """A role's own MMAs are done some time after their issue, in its order."""
@@ -431,9 +385,9 @@ class Run:
         if edge.signal in OF_BOTH_CTAS:
             return tuple((part, each) for part in names for each in CTAS)
         if edge.signal is Signal.COMMIT_PAIR:
-            return (("mma", LEADER),)
+            return ((MMA, LEADER),)
         if edge.signal is Signal.COMMIT_CTA:
-            return (("mma", cta),)
+            return ((MMA, cta),)
         return tuple((part, cta) for part in names)
 
     # Contents of buffers, and who may use them when.
@@ -479,7 +433,7 @@ class Run:
         """Contents of one copy, parts of one buffer, or results that share the edges of a ring."""
         if held.ring != use.ring:
             return self._are_apart(self.steps.ring(held.ring), self.steps.ring(use.ring))
-        results = {p.result.content for p in self.steps.products if p.result.ring == use.ring}
+        results = self.steps.results(use.ring)
         parts = self.steps.ring(use.ring).parts
         is_same = self.edges[self.steps.ring(use.ring).full].signal is Signal.TMA_BOTH and (
             held.content[1:] == use.content[1:]
@@ -565,9 +519,9 @@ class Run:
 
 def _text(role: tuple[str, int], operation: RoleOperation) -> str:
     name, cta = role
-    who = name if name == "mma" else f"{name} of CTA {cta}"
+    who = name if name == MMA else f"{name} of CTA {cta}"
     what = operation.edge or str(operation.number)
-    if operation.kind in (OperationKind.USE, OperationKind.PRODUCT, OperationKind.COPY):
+    if operation.kind in (OperationKind.USE, OperationKind.COPY):
         what = ", ".join(dict.fromkeys(use.content[0] for use in operation.uses))
     where = f" ({operation.place})" if operation.place else ""
     return f"{who} {operation.kind.value} {what}{where}"

@@ -13,8 +13,7 @@ from ..kernel_set import KernelSet
 from ..plan.edges import COMMIT_SIGNALS, TMA_SIGNALS, Edge
 from .drain import check_drains
 from .steps import Ring, StepTable
-from .tables import edges_table, smem_table, tmem_table, warps_table
-from .timeline import describe_roles, describe_steps
+from .tables import edges_table, roles_table, smem_table, tmem_table, warps_table
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,12 @@ class PlanSteps:
 
     def describe(self) -> str:
         """The plan and its steps as Markdown."""
-        plan, steps = self.plan, self.steps
+        plan = self.plan
         budgets = [warps_table(plan.warps), smem_table(plan.smem)]
         if hasattr(plan, "tmem"):
             budgets.append(tmem_table(plan.tmem))
-        timeline = describe_steps(steps, plan.edges) if steps.products else describe_roles(steps)
-        return "\n\n".join([plan.title, *budgets, edges_table(plan.edges), timeline])
+        tables = *budgets, edges_table(plan.edges), roles_table(self.steps)
+        return "\n\n".join([plan.title, *tables])
 
 
 def prove(kernels: KernelSet, config: Any) -> None:

@@ -1,12 +1,14 @@
-"""Budgets and edges of a plan as Markdown tables."""
+"""Budgets, edges and steps of a plan as Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 from ..limits import SMEM_CAPACITY
 from ..plan.budgets import TMEM_COLUMNS, SmemPlan, TmemPlan, WarpPlan
 from ..plan.edges import EdgeTable
+from .steps import Act, Action, Role, StepTable, Verb
 
 
 def _table(titles: str, rows: Iterable[tuple[object, ...]]) -> str:
@@ -63,3 +65,62 @@ def edges_table(table: EdgeTable) -> str:
             for edge in table.edges
         ],
     )
+
+
+def roles_table(steps: StepTable) -> str:
+    """Return what the roles do in a tile, in their order.
+
+    (rest n): until at most n of the warpgroup's MMAs are under way.  "in 2": in two pieces, each
+    with a buffer of its own.  Of roles that are groups of warps of one role the first alone.
+    """
+    rows, seen = [], {""}
+    for role in steps.roles:
+        if role.of not in seen or not role.of:
+            seen.add(role.of)
+            rows += [(role.name, when, words) for when, words in _done_by(role) if words]
+    return _table("role, in, does", rows)
+
+
+def _done_by(role: Role) -> Iterator[tuple[str, str]]:
+    """Yield when a role does something, and what."""
+    for when, actions in (
+        ("a tile with steps, first of all", role.enter),
+        ("a step that it leaves out", role.skip),
+        ("a tile of which it leaves out all", role.idle),
+    ):
+        yield when, _words(actions)
+    for act in role.acts:
+        yield _when(act, role), _words(act.actions)
+    yield "after the last tile", _words(role.end)
+
+
+def _words(actions: Iterable[Action]) -> str:
+    """Return actions in words, those that a reader should see."""
+    words = "; ".join(word for action in actions for word in _word(action))
+    return re.sub(r"\b(\S.*?)((?:; \1)+)(?=;|$)", _times, words)
+
+
+def _times(match: re.Match) -> str:
+    """Return words that come several times in a row once."""
+    return f"{match[0].count(match[1])} times ({match[1]})"
+
+
+def _word(action: Action) -> Iterator[str]:
+    if action.verb is Verb.FILL:
+        pieces = f" in {action.pieces}" if action.pieces > 1 else ""
+        yield f"fills {action.where}: {action.content}{pieces}"
+    elif action.verb is Verb.MULTIPLY:
+        yield action.content
+    elif action.verb is Verb.DONE:
+        yield f"(rest {action.pending})"
+    elif action.verb is not Verb.TOUCH:
+        yield f"{action.verb.value} {action.content or action.where}"
+
+
+def _when(act: Act, role: Role) -> str:
+    words = act.when.value
+    if act.of_tile_before:
+        return f"{words}, for the tile before"
+    if not act.is_ahead:
+        return words
+    return f"{words}, a step ahead{', also of the next tile' if role.crosses else ''}"

@@ -6,263 +6,259 @@ Contents with a c are columns: the second half of an operand that a pair needs i
 
 from __future__ import annotations
 
+from ...context import CLAIM_STEPS
 from ...proof.steps import (
+    MMA,
     Act,
     Action,
-    Copy,
-    Load,
-    Operand,
-    Product,
     Ring,
     Role,
     StepTable,
     When,
+    act,
+    add,
     arrive,
-    each,
-    first,
-    last,
+    extend,
+    fill,
+    loaded,
+    multiply,
     read,
     wait,
+    wait_all,
     write,
 )
 
 PIECES = 2  # buffers of Q or dO that a unit of dK/dV takes: 128 columns, or 128 queries, each
 
+FIRST, LAST = When.FIRST, When.LAST
+
+
+def _load(*acts: Act, rings: tuple[Ring, ...]) -> Role:
+    """Return the load warp's role, a step ahead.  rings: those that it fills."""
+    ends = tuple(wait_all(ring.freed) for ring in rings)
+    return Role("load", acts, end=ends, claims=CLAIM_STEPS, crosses=True)
+
+
+def _mma(*acts: Act, ends: tuple[str, ...]) -> Role:
+    """Return the MMA warp's role, a step ahead.  ends: edges of which signals are left."""
+    return Role(MMA, acts, end=tuple(map(wait_all, ends)), crosses=True)
+
+
+def _ahead(*actions: Action, when: When = When.EACH) -> Act:
+    return act(*actions, when=when, is_ahead=True)
+
+
+def _drained(*actions: Action) -> Act:
+    """Return what a tile's first step does to the results of the tile before."""
+    return Act(actions, FIRST, of_tile_before=True)
+
+
+_DQ_LOADED = loaded("q"), loaded("dout"), loaded("ring")
+
 DQ_STEPS = StepTable(
     rings=(
-        Ring("q", full="q_loaded", free="q_free"),
-        Ring("dout", full="dout_loaded", free="dout_free"),
-        Ring("ring", full="ring_loaded", free="ring_free"),
+        *_DQ_LOADED,
         Ring("s", full="s_done", free="s_free"),
         # NOTE [dS over dP] in dq.py: the MMAs' order frees both.
         Ring("dp", full="dp_done"),
         Ring("ds", full="ds_done", over="dp"),
         Ring("dq", full="dq_done", free="dq_free"),
     ),
-    products=(
-        Product(
-            "S",
-            result=Operand("S", ring="s"),
-            a=Operand("Q", ring="q"),
-            b=Operand("K", ring="ring"),
-            waits=(first("q_loaded"), each("s_free"), each("ring_loaded")),
-            commits=(each("ring_free"), each("s_done"), last("q_free")),
-            loads=(
-                Load.one("Q", "q", "q", "q", When.FIRST),
-                Load.one("K", "k", "keys", "ring"),
-            ),
-            is_ahead=True,
-        ),
-        Product(
-            "dQ",
-            result=Operand("dQ", ring="dq"),
-            a=Operand("dS", ring="ds"),
-            b=Operand("Kc", ring="ring"),
-            waits=(first("dq_free"), each("ring_loaded"), each("ds_done")),
-            commits=(each("ring_free"), last("dq_done")),
-            loads=(Load.one("Kc", "k_columns", "columns", "ring"),),
-            overwrites=When.FIRST,
-        ),
-        Product(
-            "dP",
-            result=Operand("dP", ring="dp"),
-            a=Operand("dO", ring="dout"),
-            b=Operand("V", ring="ring"),
-            waits=(first("dout_loaded"), each("ring_loaded")),
-            commits=(each("ring_free"), each("dp_done"), last("dout_free")),
-            loads=(
-                Load.one("dO", "dout", "dout", "dout", When.FIRST),
-                Load.one("V", "v", "keys", "ring"),
-            ),
-            is_ahead=True,
-        ),
-    ),
     roles=(
+        _load(
+            _ahead(fill("q", "Q"), when=FIRST),
+            _ahead(fill("ring", "K")),
+            act(fill("ring", "Kc")),
+            _ahead(fill("dout", "dO"), when=FIRST),
+            _ahead(fill("ring", "V")),
+            rings=_DQ_LOADED,
+        ),
+        _mma(
+            _ahead(wait("q_loaded"), when=FIRST),
+            _ahead(
+                wait("s_free"),
+                wait("ring_loaded"),
+                multiply("S", read("q", "Q"), read("ring", "K"), write("s", "S")),
+                arrive("ring_free"),
+                arrive("s_done"),
+            ),
+            _ahead(arrive("q_free"), when=LAST),
+            act(wait("dq_free"), when=FIRST),
+            act(
+                wait("ring_loaded"),
+                wait("ds_done"),
+                multiply("dQ", read("ds", "dS"), read("ring", "Kc"), add("dq", "dQ")),
+                arrive("ring_free"),
+            ),
+            act(arrive("dq_done"), when=LAST),
+            _ahead(wait("dout_loaded"), when=FIRST),
+            _ahead(
+                wait("ring_loaded"),
+                multiply("dP", read("dout", "dO"), read("ring", "V"), write("dp", "dP")),
+                arrive("ring_free"),
+                arrive("dp_done"),
+            ),
+            _ahead(arrive("dout_free"), when=LAST),
+            ends=("s_free", "dq_free"),
+        ),
         Role(
             "gradient",
             (
-                Act(
-                    (wait("dq_done"), read("dq", "dQ"), arrive("dq_free")),
-                    When.FIRST,
-                    of_tile_before=True,
-                ),
-                Act((wait("dp_done"), read("dp", "dP"), write("ds", "dS"), arrive("ds_done"))),
-                Act((wait("s_done"), read("s", "S"), arrive("s_free")), is_ahead=True),
+                _drained(wait("dq_done"), read("dq", "dQ"), arrive("dq_free")),
+                act(wait("dp_done"), read("dp", "dP"), write("ds", "dS"), arrive("ds_done")),
+                _ahead(wait("s_done"), read("s", "S"), arrive("s_free")),
             ),
         ),
     ),
 )
 
 #: K and V, which stay for a tile, and Q and dO, which pass.
-_OPERAND_RINGS = (
-    Ring("k", full="k_loaded", free="k_free"),
-    Ring("v", full="v_loaded", free="v_free"),
-    Ring("ring", full="ring_loaded", free="ring_free"),
-)
+_OPERANDS = loaded("k"), loaded("v"), loaded("ring")
 
 
-def _of_keys(
-    result: Operand,
-    keys: str,
-    passing: Load,
-    frees: tuple[str, ...],
-    loads: tuple[tuple[Load, ...], tuple[Load, ...]],
-) -> Product:
-    """Keys that stay, times rows that pass. frees: edges that say the result may be overwritten,
-    none where the MMAs' order does. loads: what is loaded (before, after) the rows."""
+def _pieces(product: str, a: Action, passing: str, result: Action, *waits: str) -> list[Action]:
+    """Return an MMA of rows that pass, a buffer for each piece.  waits: edges that the first piece
+    waits for, "ring_loaded" among them."""
+    found: list[Action] = []
+    for piece in range(PIECES):
+        made = result if piece == 0 else extend(result.where, result.content)
+        found += map(wait, waits if piece == 0 else ("ring_loaded",))
+        found += multiply(product, a, read("ring", passing, piece), made), arrive("ring_free")
+    return found
+
+
+def _of_keys(product: str, keys: str, passing: str, ring: str, *waits: str) -> tuple[Act, ...]:
+    """Keys that stay, times rows that pass: S^T = K Q^T or dP^T = V dO^T, a step ahead.  ring: of
+    the result.  waits: edges that say that the result may be overwritten, none where the MMAs'
+    order does."""
     kept = keys.lower()
-    before, after = loads
-    return Product(
-        result.content,
-        result=result,
-        a=Operand(keys, ring=kept),
-        b=Operand(passing.copies[0].content, ring="ring"),
-        waits=(first(f"{kept}_loaded"), *(each(edge) for edge in frees), each("ring_loaded")),
-        commits=(each("ring_free"), each(f"{result.ring}_done"), last(f"{kept}_free")),
-        loads=(Load.one(keys, kept, kept, kept, When.FIRST), *before, passing, *after),
-        is_ahead=True,
-        pieces=PIECES,
+    result = write(ring, product)
+    gemm = _pieces(product, read(kept, keys), passing, result, *waits, "ring_loaded")
+    return (
+        _ahead(wait(f"{kept}_loaded"), when=FIRST),
+        _ahead(*gemm, arrive(f"{ring}_done")),
+        _ahead(arrive(f"{kept}_free"), when=LAST),
     )
 
 
-def _scores(before: tuple[Load, ...] = (), after: tuple[Load, ...] = ()) -> Product:
-    """S^T = K Q^T, a step ahead."""
-    passing = Load.one("Q", "q", "ring", "ring", pieces=PIECES)
-    return _of_keys(Operand("S", ring="s"), "K", passing, ("s_free",), (before, after))
+def _passes(content: str) -> Action:
+    return fill("ring", content, pieces=PIECES)
 
 
-def _score_gradients(frees: tuple[str, ...] = (), before: tuple[Load, ...] = ()) -> Product:
-    """Issue dP^T = V dO^T, a step ahead."""
-    passing = Load.one("dO", "dout", "ring", "ring", pieces=PIECES)
-    return _of_keys(Operand("dP", ring="dp"), "V", passing, frees, (before, ()))
-
-
-def _stats(name: str, content: str) -> tuple[Action, Action, Action]:
-    """Return the actions by which the gradient warps of dK/dV read LSE, or delta."""
-    return wait(f"{name}_loaded"), read(name, content), arrive(f"{name}_free")
-
-
-_WAIT_DELTA, *_READ_DELTA = _stats("delta", "delta")
+_DKDV_LOADED = *_OPERANDS, loaded("lse"), loaded("delta")
 
 DKDV_STEPS = StepTable(
     rings=(
-        *_OPERAND_RINGS,
-        Ring("lse", full="lse_loaded", free="lse_free"),
-        Ring("delta", full="delta_loaded", free="delta_free"),
+        *_DKDV_LOADED,
         Ring("s", full="s_done", free="s_free"),
         Ring("dp", full="dp_done", free="dp_free"),
         Ring("weights", full="weights_done", free="weights_free"),
         Ring("sums", full="sums_done", free="sums_free", regions=("dv", "dk")),
     ),
-    products=(
-        _scores(before=(Load.one("LSE", "lse", "lse", "lse"),)),
-        Product(
-            "dV",
-            result=Operand("dV", ring="sums"),
-            a=Operand("P", ring="weights"),
-            b=Operand("dOc", ring="ring"),
-            waits=(first("sums_free"), each("weights_done"), each("ring_loaded")),
-            commits=(each("ring_free"), each("weights_free")),
-            loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
-            overwrites=When.FIRST,
-            pieces=PIECES,
-        ),
-        _score_gradients(
-            frees=("dp_free",), before=(Load.one("delta", "delta", "delta", "delta"),)
-        ),
-        Product(
-            "dK",
-            result=Operand("dK", ring="sums"),
-            a=Operand("dS", ring="weights"),
-            b=Operand("Qc", ring="ring"),
-            waits=(each("weights_done"), each("ring_loaded")),
-            commits=(each("ring_free"), each("weights_free"), last("sums_done")),
-            loads=(Load.one("Qc", "q", "ring", "ring", pieces=PIECES),),
-            overwrites=When.FIRST,
-            pieces=PIECES,
-        ),
-    ),
     roles=(
+        _load(
+            _ahead(fill("k", "K"), when=FIRST),
+            _ahead(fill("lse", "LSE"), _passes("Q")),
+            act(_passes("dOc")),
+            _ahead(fill("v", "V"), when=FIRST),
+            _ahead(fill("delta", "delta"), _passes("dO")),
+            act(_passes("Qc")),
+            rings=_DKDV_LOADED,
+        ),
+        _mma(
+            *_of_keys("S", "K", "Q", "s", "s_free"),
+            act(wait("sums_free"), when=FIRST),
+            act(
+                *_pieces(
+                    "dV", read("weights", "P"), "dOc", add("sums", "dV"),
+                    "weights_done", "ring_loaded",
+                ),
+                arrive("weights_free"),
+            ),
+            *_of_keys("dP", "V", "dO", "dp", "dp_free"),
+            act(
+                *_pieces(
+                    "dK", read("weights", "dS"), "Qc", add("sums", "dK"),
+                    "weights_done", "ring_loaded",
+                ),
+                arrive("weights_free"),
+            ),
+            act(arrive("sums_done"), when=LAST),
+            ends=("s_free", "dp_free", "sums_free"),
+        ),
         Role(
             "gradient",
             (
                 # P and dS share one buffer in alternation.
-                Act((wait("weights_free"), write("weights", "P"), arrive("weights_done"))),
-                Act(
-                    (
-                        wait("dp_done"),
-                        _WAIT_DELTA,
-                        read("dp", "dP"),
-                        arrive("dp_free"),
-                        *_READ_DELTA,
-                    )
+                act(wait("weights_free"), write("weights", "P"), arrive("weights_done")),
+                act(
+                    wait("dp_done"),
+                    wait("delta_loaded"),
+                    read("dp", "dP"),
+                    arrive("dp_free"),
+                    read("delta", "delta"),
+                    arrive("delta_free"),
                 ),
-                Act(
-                    (
-                        wait("sums_done"),
-                        read("sums", "dV"),
-                        read("sums", "dK"),
-                        arrive("sums_free"),
-                    ),
-                    When.FIRST,
-                    of_tile_before=True,
+                _drained(
+                    wait("sums_done"), read("sums", "dV"), read("sums", "dK"), arrive("sums_free")
                 ),
-                Act(
-                    (wait("s_done"), read("s", "S"), arrive("s_free"), *_stats("lse", "LSE")),
-                    is_ahead=True,
+                _ahead(
+                    wait("s_done"),
+                    read("s", "S"),
+                    arrive("s_free"),
+                    wait("lse_loaded"),
+                    read("lse", "LSE"),
+                    arrive("lse_free"),
                 ),
-                Act((wait("weights_free"), write("weights", "dS"), arrive("weights_done"))),
+                act(wait("weights_free"), write("weights", "dS"), arrive("weights_done")),
             ),
         ),
     ),
-)
+)  # fmt: skip
+
+_DV_LOADED = *_OPERANDS, loaded("stats", "lse", "delta")
 
 DV_STEPS = StepTable(
     rings=(
-        *_OPERAND_RINGS,
-        Ring("stats", full="stats_loaded", free="stats_free", regions=("lse", "delta")),
+        *_DV_LOADED,
         Ring("s", full="s_done", free="s_free"),
         # NOTE [P over dP] in dv.py: the MMAs' order frees both.
         Ring("dp", full="dp_done"),
         Ring("p", full="p_done", over="dp"),
         Ring("dv", full="dv_done", free="dv_free"),
     ),
-    products=(
-        _scores(
-            after=(Load("stats", (Copy("LSE", "lse", "lse"), Copy("delta", "delta", "delta"))),)
-        ),
-        Product(
-            "dV",
-            result=Operand("dV", ring="dv"),
-            a=Operand("P", ring="p"),
-            b=Operand("dOc", ring="ring"),
-            waits=(first("dv_free"), each("ring_loaded"), each("p_done")),
-            commits=(each("ring_free"), last("dv_done")),
-            loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
-            overwrites=When.FIRST,
-            pieces=PIECES,
-        ),
-        _score_gradients(),
-    ),
     roles=(
+        _load(
+            _ahead(fill("k", "K"), when=FIRST),
+            _ahead(_passes("Q"), fill("stats", "LSE", "delta")),
+            act(_passes("dOc")),
+            _ahead(fill("v", "V"), when=FIRST),
+            _ahead(_passes("dO")),
+            rings=_DV_LOADED,
+        ),
+        _mma(
+            *_of_keys("S", "K", "Q", "s", "s_free"),
+            act(wait("dv_free"), when=FIRST),
+            act(*_pieces("dV", read("p", "P"), "dOc", add("dv", "dV"), "ring_loaded", "p_done")),
+            act(arrive("dv_done"), when=LAST),
+            *_of_keys("dP", "V", "dO", "dp"),
+            ends=("s_free", "dv_free"),
+        ),
         Role(
             "gradient",
             (
-                Act((wait("dv_done"), read("dv", "dV")), When.FIRST, of_tile_before=True),
-                Act((wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"))),
+                _drained(wait("dv_done"), read("dv", "dV")),
+                act(wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done")),
                 # With a score_mod all of dV is drained before P is stored, and dv_free comes then:
                 # this is the later case.
-                Act((read("dv", "dV"), arrive("dv_free")), When.FIRST, of_tile_before=True),
-                Act((read("stats", "delta"), arrive("stats_free"))),
-                Act(
-                    (
-                        wait("s_done"),
-                        read("s", "S"),
-                        arrive("s_free"),
-                        wait("stats_loaded"),
-                        read("stats", "LSE"),
-                    ),
-                    is_ahead=True,
+                _drained(read("dv", "dV"), arrive("dv_free")),
+                act(read("stats", "delta"), arrive("stats_free")),
+                _ahead(
+                    wait("s_done"),
+                    read("s", "S"),
+                    arrive("s_free"),
+                    wait("stats_loaded"),
+                    read("stats", "LSE"),
                 ),
             ),
         ),
@@ -271,26 +267,29 @@ DV_STEPS = StepTable(
 
 #: Sums of dK and of dQ alike: X is Q or K.
 PRODUCTS_STEPS = StepTable(
-    rings=(
-        Ring("step", full="step_loaded", free="step_free", regions=("ds", "rows")),
-        Ring("sum", full="sum_done", free="sum_free"),
-    ),
-    products=(
-        Product(
-            "sum",
-            result=Operand("sum", ring="sum"),
-            a=Operand("dS", ring="step"),
-            b=Operand("X", ring="step"),
-            waits=(first("sum_free"), each("step_loaded")),
-            commits=(each("step_free"), last("sum_done")),
-            loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("X", "rows", "rows"))),),
-            overwrites=When.FIRST,
-        ),
-    ),
+    rings=(loaded("step", "ds", "rows"), Ring("sum", full="sum_done", free="sum_free")),
     roles=(
         Role(
-            "gradient",
-            (Act((wait("sum_done"), read("sum", "sum"), arrive("sum_free")), When.LAST),),
+            "load",
+            (act(fill("step", "dS", "X")),),
+            end=(wait_all("step_free"),),
+            claims=CLAIM_STEPS,
+        ),
+        Role(
+            MMA,
+            (
+                act(wait("sum_free"), when=FIRST),
+                act(
+                    wait("step_loaded"),
+                    multiply("sum", read("step", "dS"), read("step", "X"), add("sum", "sum")),
+                    arrive("step_free"),
+                ),
+                act(arrive("sum_done"), when=LAST),
+            ),
+            end=(wait_all("sum_free"),),
+        ),
+        Role(
+            "gradient", (act(wait("sum_done"), read("sum", "sum"), arrive("sum_free"), when=LAST),)
         ),
     ),
 )

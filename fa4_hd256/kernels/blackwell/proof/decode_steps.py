@@ -7,31 +7,34 @@ or V, and Q is written by a role of the kernel (`e4m3`).
 
 from __future__ import annotations
 
+from ...context import CLAIM_STEPS
 from ...proof.steps import (
+    MMA,
     Act,
-    Load,
-    Operand,
-    Product,
+    Action,
     Ring,
     Role,
     StepTable,
     When,
+    act,
+    add,
     again,
     arrive,
     change,
-    each,
+    extend,
     fill,
-    first,
-    last,
+    loaded,
+    multiply,
     read,
     wait,
+    wait_all,
     write,
 )
 from ..decode.config import HALVES, DecodeConfig
 
 RINGS = (
-    Ring("kv", full="kv_loaded", free="kv_free"),
-    Ring("q", full="q_loaded", free="q_free"),
+    loaded("kv"),
+    loaded("q"),
     # QK of the step after the next writes there; before it is issued, P of S has been waited for.
     Ring("s", full="s_done"),
     # P is written when the PV before is done, which read it.
@@ -42,119 +45,114 @@ RINGS = (
 
 
 def decode_steps(config: DecodeConfig) -> StepTable:
-    """QK of the following step goes before PV."""
+    """Return the table.  QK of the following step goes before PV."""
     if config.e4m3:
-        return _e4m3_steps(config.q_stages)
-    scores = tuple(_qk(half) for half in HALVES)
-    sums = tuple(_pv(half) for half in HALVES)
-    return StepTable(RINGS, (*scores, *sums), (_softmax(),))
+        return _e4m3_steps()
+    load = (
+        act(fill("q", "Q"), when=When.FIRST, is_ahead=True),
+        act(*(fill("kv", f"K{half}") for half in HALVES), is_ahead=True),
+        act(*(fill("kv", f"V{half}") for half in HALVES)),
+    )
+    scores, sums = (
+        [action for half in HALVES for action in of_half(half)] for of_half in (_qk, _pv)
+    )
+    ends = wait_all("kv_free"), wait_all("q_free")
+    return StepTable(RINGS, (_load(load, *ends), _mma(scores, sums), _softmax()))
 
 
-def _e4m3_steps(q_stages: int) -> StepTable:
-    """Return the steps for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of
-    Q."""
+def _load(acts: tuple[Act, ...], *ends: Action) -> Role:
+    return Role("load", acts, end=ends, claims=CLAIM_STEPS, crosses=True)
+
+
+def _mma(scores: list[Action], sums: list[Action]) -> Role:
+    """Return the role of the MMA warp.  scores, sums: what QK and PV do between the waits for their
+    operands and the signal of their results."""
+    return Role(
+        MMA,
+        (
+            act(wait("q_loaded"), when=When.FIRST, is_ahead=True),
+            act(*scores, arrive("s_done"), is_ahead=True),
+            act(arrive("q_free"), when=When.LAST, is_ahead=True),
+            act(wait("p_done"), *sums, arrive("o_done")),
+        ),
+        crosses=True,
+    )
+
+
+def _qk(half: int) -> tuple[Action, ...]:
+    """S from a half of the columns."""
+    result = write("s", "S") if half == HALVES[0] else extend("s", "S")
+    product = multiply(f"QK{half}", read("kv", f"K{half}"), read("q", "Q"), result)
+    return wait("kv_loaded"), product, arrive("kv_free")
+
+
+def _pv(half: int) -> tuple[Action, ...]:
+    """A half of O."""
+    operands = read("kv", f"V{half}"), read("p", "P"), add("o", f"O{half}")
+    return wait("kv_loaded"), multiply(f"PV{half}", *operands), arrive("kv_free")
+
+
+def _e4m3_steps() -> StepTable:
+    """Return the steps for tiles of K and V in e4m3, each in one buffer."""
     rings = (
         *RINGS,
         # In the bytes of Q's buffer, which is refilled when both have been read.
         Ring("rows", full="rows_loaded", free="q_free", over="q"),
         Ring("factors", full="factors_ready", free="factors_free"),
     )
-    rows = Load.one("Q", "q", "q_rows", "rows")
-    keys = Load.one("K", "k", "kv", "kv")
-    scores = Product(
-        "QK",
-        result=Operand("S", ring="s"),
-        a=Operand("K", ring="kv"),
-        b=Operand("Q", ring="q"),
-        waits=(first("q_loaded"), each("kv_loaded")),
-        commits=(each("kv_free"), each("s_done"), last("q_free")),
-        loads=(keys,),
-        is_ahead=True,
-    )
-    sums = tuple(_pv_of_whole(half) for half in HALVES)
+    load = act(fill("kv", "K"), is_ahead=True), act(fill("kv", "V"))
+    qk = multiply("QK", read("kv", "K"), read("q", "Q"), write("s", "S"))
+    sums = [
+        multiply(f"PV{half}", read("kv", "V"), read("p", "P"), add("o", f"O{half}"))
+        for half in HALVES
+    ]
+    take, give = wait("kv_loaded"), arrive("kv_free")
     queries = Role(
         "queries",
-        (Act((fill(rows),), When.FIRST),),
+        (act(fill("rows", "raw Q"), when=When.FIRST),),
         # The last commits arrive at this CTA's barriers.
-        end=(wait("q_free"),) * q_stages,
+        end=(wait_all("q_free"),),
     )
-    quantise = Role(
-        "quantise",
-        (
-            Act((wait("rows_loaded"), wait("factors_free"), read("rows", "Q"), write("q", "Q"),
-                 write("factors", "F"), arrive("q_loaded"), arrive("factors_ready")), When.FIRST),
-        ),
-    )  # fmt: skip
-    enter = Act(
-        (wait("factors_ready"), read("factors", "F"), arrive("factors_free")),
-        When.FIRST,
+    quantise = act(
+        wait("rows_loaded"),
+        wait("factors_free"),
+        read("rows", "raw Q"),
+        write("q", "Q"),
+        write("factors", "F"),
+        arrive("q_loaded"),
+        arrive("factors_ready"),
+        when=When.FIRST,
+    )
+    enter = act(
+        wait("factors_ready"),
+        read("factors", "F"),
+        arrive("factors_free"),
+        when=When.FIRST,
         is_ahead=True,
     )
-    return StepTable(rings, (scores, *sums), (_softmax(enter), queries, quantise))
+    roles = (
+        _load(load, wait_all("kv_free")),
+        _mma([take, qk, give], [take, *sums, give]),
+        _softmax(enter),
+        queries,
+        Role("quantise", (quantise,)),
+    )
+    return StepTable(rings, roles)
 
 
 def _softmax(*enter: Act) -> Role:
-    """The role; enter: what it does in a tile's first step before all else."""
+    """Return the role.  enter: what it does in a tile's first step before all else."""
     results = [f"O{half}" for half in HALVES]
     return Role(
         "softmax",
         (
             *enter,
-            Act((wait("s_done"), read("s", "S")), is_ahead=True),
+            act(wait("s_done"), read("s", "S"), is_ahead=True),
             # The edge of the tile before, which has been waited for; without one this does not
             # block.
-            Act((again("o_done"),), When.FIRST, is_ahead=True),
-            Act((wait("o_done"), *(change("o", name) for name in results)), When.NOT_LAST),
-            Act((write("p", "P"), arrive("p_done")), is_ahead=True),
-            Act((wait("o_done"), *(read("o", name) for name in results)), When.LAST),
+            act(again("o_done"), when=When.FIRST, is_ahead=True),
+            act(wait("o_done"), *(change("o", name) for name in results), when=When.NOT_LAST),
+            act(write("p", "P"), arrive("p_done"), is_ahead=True),
+            act(wait("o_done"), *(read("o", name) for name in results), when=When.LAST),
         ),
-    )
-
-
-def _qk(half: int) -> Product:
-    """S from a half of the columns."""
-    is_first, is_last = half == HALVES[0], half == HALVES[-1]
-    keys = Load.one(f"K{half}", f"k{half}", "kv", "kv")
-    query = Load.one("Q", "q", "q", "q", When.FIRST)
-    return Product(
-        f"QK{half}",
-        result=Operand("S", ring="s"),
-        a=Operand(f"K{half}", ring="kv"),
-        b=Operand("Q", ring="q"),
-        waits=(*((first("q_loaded"),) if is_first else ()), each("kv_loaded")),
-        commits=(each("kv_free"), *((each("s_done"), last("q_free")) if is_last else ())),
-        loads=(*((query,) if is_first else ()), keys),
-        is_ahead=True,
-        overwrites=When.EACH if is_first else None,
-    )
-
-
-def _pv(half: int) -> Product:
-    """A half of O."""
-    is_first, is_last = half == HALVES[0], half == HALVES[-1]
-    return Product(
-        f"PV{half}",
-        result=Operand(f"O{half}", ring="o"),
-        a=Operand(f"V{half}", ring="kv"),
-        b=Operand("P", ring="p"),
-        waits=(*((each("p_done"),) if is_first else ()), each("kv_loaded")),
-        commits=(each("kv_free"), *((each("o_done"),) if is_last else ())),
-        loads=(Load.one(f"V{half}", f"v{half}", "kv", "kv"),),
-        overwrites=When.FIRST,
-    )
-
-
-def _pv_of_whole(half: int) -> Product:
-    """A half of O, from a buffer with all columns of V."""
-    is_first, is_last = half == HALVES[0], half == HALVES[-1]
-    values = Load.one("V", "v", "kv", "kv")
-    return Product(
-        f"PV{half}",
-        result=Operand(f"O{half}", ring="o"),
-        a=Operand("V", ring="kv"),
-        b=Operand("P", ring="p"),
-        waits=(each("p_done"), each("kv_loaded")) if is_first else (),
-        commits=(each("kv_free"), each("o_done")) if is_last else (),
-        loads=(values,) if is_first else (),
-        overwrites=When.FIRST,
     )

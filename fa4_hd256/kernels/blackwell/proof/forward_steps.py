@@ -1,36 +1,38 @@
 """The steps of the forward kernel as data: S = Q K^T and O += P V for 128 keys at a time.
 
-P is handed over in two halves, an edge each, and multiplied by two products: that of the first 64
-keys begins while the softmax is still at the others.
+P is handed over in two halves, an edge each, and multiplied by two MMAs: that of the first 64 keys
+begins while the softmax is still at the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ...context import CLAIM_STEPS
 from ...proof.steps import (
+    MMA,
     Act,
-    Load,
-    Operand,
-    Product,
     Ring,
     Role,
     StepTable,
     When,
+    act,
+    add,
     arrive,
     change,
-    each,
-    first,
+    extend,
+    fill,
+    loaded,
+    multiply,
     read,
     wait,
+    wait_all,
     write,
 )
 from ..forward.config import P_HALVES, ForwardConfig
 
 RINGS = (
-    Ring("kv", full="kv_loaded", free="kv_free"),
+    loaded("kv"),
     # The TMA store of the O that was staged in the Q buffer reads it last.
-    Ring("q", full="q_loaded", free="q_free"),
+    loaded("q"),
     # P lies over its S, and the PV that reads it is issued before the QK that writes there again.
     Ring("s", full="s_done"),
     *(
@@ -47,23 +49,21 @@ RINGS = (
 SOFTMAX = Role(
     "softmax",
     (
-        Act((wait("scale_free"),), When.FIRST),
-        Act(
-            (
-                wait("s_done"),
-                read("s", "S"),
-                write("scale", "factor"),
-                arrive("scale_done"),
-                wait("scale_free"),
-                write("p_first", "first P"),
-                arrive("p_first_done"),
-                write("p_last", "last P"),
-                arrive("p_last_done"),
-            )
+        act(wait("scale_free"), when=When.FIRST),
+        act(
+            wait("s_done"),
+            read("s", "S"),
+            write("scale", "factor"),
+            arrive("scale_done"),
+            wait("scale_free"),
+            write("p_first", "first P"),
+            arrive("p_first_done"),
+            write("p_last", "last P"),
+            arrive("p_last_done"),
         ),
-        Act((write("scale", "1/sum"), arrive("scale_done")), When.LAST),
+        act(write("scale", "1/sum"), arrive("scale_done"), when=When.LAST),
     ),
-    end=(wait("scale_free"), wait("scale_free")),
+    end=(wait_all("scale_free"),),
 )
 
 
@@ -75,21 +75,46 @@ def _correction(o_slices: int) -> Role:
     """
     stage = (write("staged", "O staged"), arrive("o_staged"))
     drain = (*stage * (o_slices - 1), read("o", "O"), arrive("o_free"), *stage)
+    take = wait("scale_done"), read("scale", "factor"), arrive("scale_free")
     return Role(
         "correction",
         (
-            Act((wait("scale_done"), read("scale", "factor"), arrive("scale_free")), is_ahead=True),
-            Act((wait("scale_done"), read("scale", "1/sum"), arrive("scale_free")), When.LAST),
-            Act((wait("o_done"), change("o", "O"))),
-            Act((arrive("o_free"),), When.NOT_LAST),
-            Act(drain, When.LAST),
+            act(*take, is_ahead=True),
+            act(take[0], read("scale", "1/sum"), take[-1], when=When.LAST),
+            act(wait("o_done"), change("o", "O")),
+            act(arrive("o_free"), when=When.NOT_LAST),
+            act(*drain, when=When.LAST),
         ),
     )
 
 
 def _epilogue(o_slices: int) -> Role:
     store = (wait("o_staged"), read("staged", "O staged"))
-    return Role("epilogue", (Act((*store * o_slices, arrive("q_free")), When.LAST),))
+    return Role("epilogue", (act(*store * o_slices, arrive("q_free"), when=When.LAST),))
+
+
+def _multiply(is_ahead: bool) -> tuple[Act, ...]:
+    """Return what the MMA warp does.  is_ahead: QK of the following step goes before PV."""
+    return (
+        act(wait("q_loaded"), when=When.FIRST, is_ahead=is_ahead),
+        act(
+            wait("kv_loaded"),
+            multiply("QK", read("q", "Q"), read("kv", "K"), write("s", "S")),
+            arrive("kv_free"),
+            arrive("s_done"),
+            is_ahead=is_ahead,
+        ),
+        act(
+            wait("kv_loaded"),
+            wait("o_free"),
+            wait("p_first_done"),
+            multiply("PV0", read("p_first", "first P"), read("kv", "V"), add("o", "O")),
+            wait("p_last_done"),
+            multiply("PV1", read("p_last", "last P"), read("kv", "V"), extend("o", "O")),
+            arrive("kv_free"),
+            arrive("o_done"),
+        ),
+    )
 
 
 def forward_steps(config: ForwardConfig) -> StepTable:
@@ -98,35 +123,19 @@ def forward_steps(config: ForwardConfig) -> StepTable:
     With two S buffers QK of the following step goes before PV of this one; otherwise every step is
     issued by itself, QK then PV.
     """
-    qk = Product(
-        "QK",
-        result=Operand("S", ring="s"),
-        a=Operand("Q", ring="q"),
-        b=Operand("K", ring="kv"),
-        waits=(first("q_loaded"), each("kv_loaded")),
-        commits=(each("kv_free"), each("s_done")),
-        loads=(Load.one("Q", "q", "q", "q", When.FIRST), Load.one("K", "k", "k", "kv")),
-        is_ahead=config.s_stages > 1,
+    is_ahead = config.s_stages > 1
+    load = Role(
+        "load",
+        (
+            act(fill("q", "Q"), when=When.FIRST, is_ahead=is_ahead),
+            act(fill("kv", "K"), is_ahead=is_ahead),
+            act(fill("kv", "V")),
+        ),
+        end=(wait_all("kv_free"), wait_all("q_free")),
+        claims=CLAIM_STEPS,
+        crosses=is_ahead,
     )
-    pv0, pv1 = (
-        Product(
-            f"PV{i}",
-            result=Operand("O", ring="o"),
-            a=Operand(f"{half.removeprefix('p_')} P", ring=half),
-            b=Operand("V", ring="kv"),
-            waits=(each(f"{half}_done"),),
-            commits=(),
-            overwrites=None,
-        )
-        for i, half in enumerate(P_HALVES)
-    )
-    pv0 = replace(
-        pv0,
-        waits=(each("kv_loaded"), each("o_free"), *pv0.waits),
-        loads=(Load.one("V", "v", "v", "kv"),),
-        overwrites=When.FIRST,
-    )
-    pv1 = replace(pv1, commits=(each("kv_free"), each("o_done")))
+    mma = Role(MMA, _multiply(is_ahead), end=(wait_all("o_free"),), crosses=is_ahead)
     rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=config.o_slices))
-    roles = (SOFTMAX, _correction(config.o_slices), _epilogue(config.o_slices))
-    return StepTable(rings, (qk, pv0, pv1), roles)
+    others = SOFTMAX, _correction(config.o_slices), _epilogue(config.o_slices)
+    return StepTable(rings, (load, mma, *others))

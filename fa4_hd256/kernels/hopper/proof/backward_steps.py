@@ -7,12 +7,11 @@ used.
 
 from __future__ import annotations
 
+from ...context import CLAIM_STEPS
 from ...proof.steps import (
-    CLAIM_STEPS,
     Act,
     Action,
     Copy,
-    Load,
     Ring,
     Role,
     StepTable,
@@ -21,6 +20,7 @@ from ...proof.steps import (
     arrive,
     done,
     fill,
+    loaded,
     multiply,
     read,
     read_oldest,
@@ -31,10 +31,6 @@ from ...proof.steps import (
 WARPGROUPS = 2
 
 FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
-
-
-def _ring(name: str, *regions: str) -> Ring:
-    return Ring(name, f"{name}_loaded", f"{name}_free", regions=regions)
 
 
 def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...]) -> StepTable:
@@ -57,15 +53,10 @@ def _here(when: When, *actions: Action) -> Act:
     return Act(actions, when)
 
 
-def _passing(content: str, ring: str, *stats: str) -> Load:
+def _passing(content: str, ring: str, *stats: str) -> Action:
     """Rows that pass, half of the columns by each CTA; stats: of the same rows."""
-    copies = (Copy(name, name.lower(), name.lower()) for name in stats)
-    rows = Copy(content, _box(content), ring, is_shared=True)
-    return Load(ring, (rows, *copies))
-
-
-def _box(content: str) -> str:
-    return {"dO": "dout"}.get(content, content.lower())
+    copies = (Copy(name, name.lower()) for name in stats)
+    return fill(ring, Copy(content, is_shared=True), *copies)
 
 
 def dv_steps(capped: bool) -> StepTable:
@@ -79,12 +70,12 @@ def dv_steps(capped: bool) -> StepTable:
     store = touch("dP"), read("dout", "delta")
     beside, pending = ((), score) if capped else (score, ()), 1 if capped else 2
     return _table(
-        (_ring("k"), _ring("v"), _ring("q", "q", "lse"), _ring("dout", "dout", "delta")),
+        (loaded("k"), loaded("v"), loaded("q", "q", "lse"), loaded("dout", "dout", "delta")),
         (
-            _here(FIRST, fill(Load.one("K", "k", "k", "k"))),
-            _here(When.EACH, fill(_passing("Q", "q", "LSE"))),
-            _here(FIRST, fill(Load.one("V", "v", "v", "v"))),
-            _here(When.EACH, fill(_passing("dO", "dout", "delta"))),
+            _here(FIRST, fill("k", "K")),
+            _here(When.EACH, _passing("Q", "q", "LSE")),
+            _here(FIRST, fill("v", "V")),
+            _here(When.EACH, _passing("dO", "dout", "delta")),
         ),
         (
             _ahead(FIRST, wait("k_loaded"), *score, done(0), *weights, wait("v_loaded")),
@@ -120,10 +111,10 @@ def products_steps() -> StepTable:
     )
     first = wait("ds_loaded"), *begin
     end = arrive("rows_free"), arrive("ds_free")
-    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True),), pieces=PIECES)
+    rows = fill("rows", Copy("X", is_shared=True), pieces=PIECES)
     return _table(
-        (_ring("ds"), _ring("rows")),
-        (_here(When.EACH, fill(Load.one("dS", "ds", "ds", "ds")), fill(rows)),),
+        (loaded("ds"), loaded("rows")),
+        (_here(When.EACH, fill("ds", "dS"), rows),),
         (
             _ahead(FIRST, *first),
             _here(NOT_LAST, *second, done(1), arrive("rows_free")),
@@ -160,10 +151,10 @@ def single_steps(result: str, capped: bool) -> StepTable:
     late = (*after, *((done(0),) if after else ()))
     end = *weights, again("a_loaded"), arrive(given)
     return _table(
-        (_ring("a", "a"), _ring("x", "x", *map(str.lower, lse)), _ring("y", "y", *delta)),
+        (loaded("a", "a"), loaded("x", "x", *map(str.lower, lse)), loaded("y", "y", *delta)),
         (
-            _here(FIRST, fill(Load("a", tuple(Copy(c, _box(c), m) for c, m in zip(stays, "ag"))))),
-            _here(When.EACH, fill(_passing(x, "x", *lse)), fill(_passing(y, "y", *delta))),
+            _here(FIRST, fill("a", *map(Copy, stays, "ag"))),
+            _here(When.EACH, _passing(x, "x", *lse), _passing(y, "y", *delta)),
         ),
         (
             _ahead(FIRST, wait("a_loaded"), *score, *before, done(0), *probabilities, *late, *end),

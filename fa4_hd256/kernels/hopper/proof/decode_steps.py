@@ -8,22 +8,22 @@ shared memory and is no operand here: the softmax's own barriers stand around it
 
 from __future__ import annotations
 
+from ...context import CLAIM_STEPS
 from ...proof.steps import (
-    CLAIM_STEPS,
     Act,
     Action,
-    Load,
-    Ring,
     Role,
     StepTable,
     When,
     arrive,
     done,
     fill,
+    loaded,
     multiply,
     read,
     touch,
     wait,
+    wait_all,
 )
 from ..decode.config import QK_PARTS, E4m3Config
 
@@ -31,18 +31,16 @@ from ..decode.config import QK_PARTS, E4m3Config
 def decode_steps(config: E4m3Config) -> StepTable:
     """Return the table.  Each part of K is converted and multiplied by itself; the MMAs of all are
     one group where registers have room for all."""
-    rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
-    loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
     load = Role(
         "gather" if config.gathers else "load",
-        (Act(loads),),
-        end=(wait("kv_free"),) * config.kv_stages,
+        (Act((fill("kv", "K"), fill("kv", "V"))),),
+        end=(wait_all("kv_free"),),
         claims=CLAIM_STEPS,
     )
     queries = Role(
         "queries",
-        (Act((fill(Load.one("Q", "q", "q", "q")),), When.FIRST),),
-        end=(wait("q_free"),) * config.q_stages,
+        (Act((fill("q", "Q"),), When.FIRST),),
+        end=(wait_all("q_free"),),
     )
     products, uses = _products_of_k(QK_PARTS, config.part_buffers)
     scores = (*_take("K"), *products)
@@ -55,7 +53,7 @@ def decode_steps(config: E4m3Config) -> StepTable:
         ),
         enter=(wait("q_loaded"),),
     )
-    return StepTable(rings, roles=(load, queries, consumers))
+    return StepTable((loaded("kv"), loaded("q")), (load, queries, consumers))
 
 
 def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...context import CLAIM_STEPS
 from ...plan.budgets import SmemPlan, WarpPlan
 from ...plan.edges import EdgeTable
 from ...proof.steps import (
-    CLAIM_STEPS,
     Act,
     Copy,
-    Load,
-    Ring,
     Role,
     StepTable,
     When,
@@ -27,10 +25,12 @@ from ...proof.steps import (
     done,
     fill,
     leave,
+    loaded,
     multiply,
     read,
     touch,
     wait,
+    wait_all,
 )
 from ..forward.config import ForwardConfig
 from ..forward.e4m3.config import E4m3ForwardConfig
@@ -79,12 +79,9 @@ def q_name(warpgroup: int) -> str:
 def forward_steps(config: ForwardConfig) -> StepTable:
     """Return the table, with Q of each warpgroup by itself."""
     ctas, q_rings = config.ctas, [q_name(w) for w in range(config.warpgroups)]
-    rings = tuple(Ring(name, f"{name}_loaded", f"{name}_free") for name in (*q_rings, "k", "v"))
-    keys, values = (
-        fill(Load(name.lower(), (Copy(name, name.lower(), name.lower(), is_shared=ctas > 1),)))
-        for name in ("K", "V")
-    )
-    queries = tuple(fill(Load.one("Q", "q", name, name)) for name in q_rings)
+    rings = tuple(map(loaded, (*q_rings, "k", "v")))
+    keys, values = (fill(name.lower(), Copy(name, is_shared=ctas > 1)) for name in ("K", "V"))
+    queries = tuple(fill(name, "Q") for name in q_rings)
     first_keys, of_tile = Act((keys,), is_ahead=True), Act(queries, FIRST, is_ahead=True)
     acts: tuple[Act, ...] = (first_keys, of_tile, Act((values,)))
     loads: tuple[Role, ...] = ()
@@ -93,7 +90,7 @@ def forward_steps(config: ForwardConfig) -> StepTable:
     of_keys = Role(
         "gather" if config.gathers else "load",
         acts,
-        end=(*config.k_stages * (wait("k_free"),), *config.v_stages * (wait("v_free"),)),
+        end=(wait_all("k_free"), wait_all("v_free")),
         claims=CLAIM_STEPS,
     )
     consumers = tuple(consumer(w, config.skips) for w in range(config.warpgroups))

@@ -30,11 +30,13 @@ class HopperPlanSteps(PlanSteps):
         if edge.signal is Signal.COPIES_CTA:
             return
         regions = {region.name: region.stage_bytes for region in self.plan.smem.regions}
-        for load, _ in self.steps.fills:
-            copied = sum(regions[copy.memory] for copy in load.copies)
-            if self.steps.ring(load.ring).full == edge.name and copied != edge.transaction_bytes:
+        for _, action in self.steps.actions:
+            if not action.copies or self.steps.ring(action.where).full != edge.name:
+                continue
+            copied = sum(regions[copy.region or action.where] for copy in action.copies)
+            if copied != edge.transaction_bytes:
                 raise ValueError(
-                    f"{edge.name} expects {edge.transaction_bytes} bytes, {load.content} is "
+                    f"{edge.name} expects {edge.transaction_bytes} bytes, {action.content} is "
                     f"{copied}"
                 )
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import accurate, tensors
+from step_edits import with_role, without
 from step_traces import table_of
 
 import sm100_sim
@@ -21,6 +22,7 @@ from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.hopper.forward import config as hopper
 from fa4_hd256.kernels.proof.drain import check_drains
+from fa4_hd256.kernels.proof.steps import MMA, wait
 from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
@@ -236,26 +238,26 @@ def test_a_configuration_that_is_given_decides(architecture, configs, monkeypatc
 
 def p_before_o(steps):
     """P is written before the product that reads the one before is done."""
-    (role,) = steps.roles
-    scores, before, moved, p, drained = role.acts
-    return replace(steps, roles=(replace(role, acts=(scores, before, p, moved, drained)),))
+    return with_role(steps, "softmax", acts=lambda acts: tuple(acts[i] for i in (0, 1, 3, 2, 4)))
 
 
 def p_not_waited_for(steps):
-    products = [
-        replace(p, waits=tuple(use for use in p.waits if use.edge != "p_done"))
-        for p in steps.products
-    ]
-    return replace(steps, products=tuple(products))
+    return without(steps, MMA, wait("p_done"))
+
+
+#: Of what the MMA warp does for S: QK of the first half of the columns, and all behind it.
+FIRST, REST = slice(0, 3), slice(3, None)
 
 
 def q_given_back_early(steps):
     """Return the steps that give Q back by the first half of the last QK."""
-    qk0, qk1, *others = steps.products
-    given = tuple(use for use in qk1.commits if use.edge == "q_free")
-    kept = tuple(use for use in qk1.commits if use not in given)
-    qk0 = replace(qk0, commits=(*qk0.commits, *given))
-    return replace(steps, products=(qk0, replace(qk1, commits=kept), *others))
+
+    def early(acts):
+        enter, scores, free, sums = acts
+        first, rest = (replace(scores, actions=scores.actions[part]) for part in (FIRST, REST))
+        return enter, first, free, rest, sums
+
+    return with_role(steps, MMA, acts=early)
 
 
 @pytest.mark.parametrize(

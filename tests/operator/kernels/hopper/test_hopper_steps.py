@@ -1,5 +1,4 @@
-"""The steps of Hopper's kernels: the tables are what the simulator traces, and mistakes in them are
-refused before anything is compiled."""
+"""The steps of Hopper's kernels: the tables are what the simulator traces."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from step_edits import lacking, waiting_less
 from step_traces import (
     assert_as_declared,
     attend,
@@ -20,50 +20,16 @@ from step_traces import (
     warps_of,
 )
 
-from fa4_hd256.architectures import named
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS
-from fa4_hd256.kernels.hopper.backward.config import (
-    BackwardConfig,
-    DvPlan,
-    ProductsPlan,
-    SinglePlan,
-)
+from fa4_hd256.kernels.hopper.backward.config import BackwardConfig
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
-from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
 from fa4_hd256.kernels.hopper.forward.e4m3.config import E4m3ForwardConfig
-from fa4_hd256.kernels.hopper.proof import plans
 from fa4_hd256.kernels.hopper.proof.forward_steps import ByWarpgroup
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.plan.edges import EdgeTable, Signal
-from fa4_hd256.kernels.proof.drain import check_drains
-from fa4_hd256.kernels.proof.plans import describe
-from fa4_hd256.kernels.proof.steps import Verb, When, again, done
+from fa4_hd256.kernels.proof.steps import Verb
 
 STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
-DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
 PAIRS = ForwardConfig(ctas=2)
-#: Every table, with its edges.
-TABLES = {
-    f"{name}{', softcap' if capped else ''}": (plan.edges, table_of(plan, capped))
-    for name, plan in (
-        ("dV and dS", DV), ("dQ", DQ), ("dK", SinglePlan("dk")), ("dV", SinglePlan("dv")),
-    )
-    for capped in (False, True)
-} | {
-    "products": (PRODUCTS.edges, table_of(PRODUCTS)),
-    **{
-        name: (ByWarpgroup(config).edges, table_of(config))
-        for name, config in (
-            ("forward", ForwardConfig()), ("decode", DECODE), ("forward, pairs", PAIRS),
-            ("forward in e4m3", E4m3ForwardConfig()), ("forward in e4m3, V^T", E4M3_COLUMNS),
-        )
-    },
-    **{
-        f"decode in e4m3, {config.rows} rows": (config.edges, table_of(config))
-        for config in (DECODE_E4M3[0], DECODE_E4M3[-1])
-    },
-}  # fmt: skip
-
 
 # ------------------------------------------------------------------------------------- traces
 
@@ -216,209 +182,3 @@ def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
     for wrong in (lacking(table, Verb.ARRIVE), waiting_less(table)):
         with pytest.raises(AssertionError):
             assert_as_declared(reports[0], config, tiles, wrong, ctas=(0,))
-
-
-# ------------------------------------------------------------------------------------- mistakes
-
-
-def edits(table, change):
-    """Yield (what, the table) with one action changed, of all that `change` makes another one of;
-    it returns actions in place of one, or None."""
-    for number, role in enumerate(table.roles):
-        for what, edited in edits_of_role(role, change):
-            roles = (*table.roles[:number], edited, *table.roles[number + 1 :])
-            yield f"{role.name}, {what}", replace(table, roles=roles)
-
-
-def edits_of_role(role, change):
-    """Yield the edits of a role but for its end: the forward's load warp waits there for what is
-    known."""
-    for place, act in enumerate(role.acts):
-        for what, actions in edits_of_actions(act.actions, change):
-            acts = list(role.acts)
-            acts[place] = replace(act, actions=actions)
-            yield f"act {place}, {act.when.value}: {what}", replace(role, acts=tuple(acts))
-    for name in ("enter", "skip", "idle"):
-        for what, actions in edits_of_actions(getattr(role, name), change):
-            yield f"{name}: {what}", replace(role, **{name: actions})
-
-
-def edits_of_actions(actions, change):
-    for i, action in enumerate(actions):
-        others = change(action)
-        if others is not None:
-            yield str(action), (*actions[:i], *others, *actions[i + 1 :])
-
-
-def lacking(table, verb):
-    """The table without its last action of this verb; the table where there is none."""
-    return [table, *(t for _, t in edits(table, lambda a: () if a.verb is verb else None))][-1]
-
-
-def waiting_less(table):
-    """The table whose last wait for products leaves one more under way."""
-
-    def change(action):
-        if action.verb is not Verb.DONE:
-            return None
-        return (replace(action, pending=action.pending + 1),)
-
-    return [t for _, t in edits(table, change)][-1]
-
-
-#: Verbs that only order ptxas, or tell the check what a kernel does.
-NOT_NEEDED = (Verb.AGAIN, Verb.TOUCH)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_action_is_needed(name):
-    """Waits, arrivals, loads, products and waits for these, each left out by itself."""
-    edges, table = TABLES[name]
-    left = []
-    for what, broken in edits(table, lambda a: None if a.verb in NOT_NEEDED else ()):
-        try:
-            check_drains("kernel", edges, broken)
-        except ValueError as error:
-            assert "kernel cannot work" in str(error)
-        else:
-            left.append(what)
-    # With a softcap the products have been waited for before P.
-    assert len(left) == ("softcap" in name)
-    assert all("Verb.DONE" in what for what in left)
-
-
-def more(verb):
-    def change(action):
-        return (action, action) if action.verb is verb else None
-
-    return change
-
-
-def later(action):
-    """A wait for products that leaves one more under way."""
-    return (replace(action, pending=action.pending + 1),) if action.verb is Verb.DONE else None
-
-
-def on_other_parity(action):
-    """A wait for the phase that was waited for before."""
-    return (again(action.where),) if action.verb is Verb.WAIT else None
-
-
-def newest(action):
-    """The latest buffer where the oldest is meant."""
-    if action.verb is not Verb.MULTIPLY or not any(o.is_oldest for o in action.operands):
-        return None
-    operands = tuple(replace(operand, is_oldest=False) for operand in action.operands)
-    return (replace(action, operands=operands),)
-
-
-CHANGES = {
-    "an arrival more": more(Verb.ARRIVE),
-    "a load more": more(Verb.FILL),
-    "a wait more": more(Verb.WAIT),
-    "products that may be under way": later,
-    "a wait on the other parity": on_other_parity,
-    "another buffer": newest,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", TABLES)
-def test_mistakes_of_one_action_are_refused(name, change):
-    edges, table = TABLES[name]
-    found = list(edits(table, CHANGES[change]))
-    accepted = []
-    for what, broken in found:
-        try:
-            check_drains("kernel", edges, broken)
-        except ValueError:
-            continue
-        accepted.append(what)
-    if change == "another buffer":
-        # In the last step the latest is the oldest.
-        accepted = [what for what in accepted if "last step" not in what]
-    if change == "products that may be under way" and "softcap" in name:
-        # Either may be weaker: the wait that can be left out, or the one that makes it so.
-        accepted = [what for what in accepted if "each step but the last" not in what]
-    assert not accepted
-    assert found or change == "another buffer"
-
-
-def with_edge(edges, name, **changes):
-    return EdgeTable(tuple(replace(e, **changes) if e.name == name else e for e in edges.edges))
-
-
-def in_steps(table, role, place, when):
-    """The table with an act of a role in other steps."""
-    acts = list(table.role(role).acts)
-    acts[place] = replace(acts[place], when=when)
-    roles = tuple(replace(r, acts=tuple(acts)) if r.name == role else r for r in table.roles)
-    return replace(table, roles=roles)
-
-
-STEPS = table_of(DV)
-#: Mistake -> (edges, steps, words of the refusal).
-MISTAKES = {
-    "a step more": (
-        DV.edges, in_steps(STEPS, "gradient", 1, When.EACH), r"V of tile|hangs|dP of"),
-    "K in every step": (
-        DV.edges, in_steps(STEPS, "load", 0, When.EACH), r"hangs|K of step"),
-    "a buffer that starts full": (
-        with_edge(DV.edges, "q_free", initially_complete=False), STEPS, "q_free must start"),
-    "an operand that starts there": (
-        with_edge(DV.edges, "q_loaded", initially_complete=True), STEPS,
-        r"reads Q .* finds nothing|nothing makes who reads|S of"),
-    "one buffer of dO": (
-        with_edge(with_edge(DV.edges, "dout_free", stages=2), "dout_loaded", stages=1), STEPS,
-        "dout_loaded has 1 stages, dout_free 2"),
-    "a buffer of both given back by one CTA": (
-        with_edge(DV.edges, "q_free", signal=Signal.WARPS_CTA), STEPS,
-        r"Q of step . of tile . may overwrite q while it is in use"),
-    "a buffer of both filled by one": (
-        with_edge(DV.edges, "q_loaded", signal=Signal.TMA_CTA), STEPS, r"who reads Q .* finds Q"),
-    "a CTA that does not wait for the other": (
-        DV.edges, replace(STEPS, meets=False), r"last signal of (k|v|q|dout)_free"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_refused(mistake):
-    edges, steps, words = MISTAKES[mistake]
-    with pytest.raises(ValueError, match=f"the kernel cannot work: .*(?:{words})"):
-        check_drains("the kernel", edges, steps)
-
-
-def test_products_in_flight_are_not_given_back():
-    """The buffer of dO before the wait for the product that reads it."""
-
-    def early(action):
-        return None if action != done(0) else ()
-
-    *_, (_, late) = edits(STEPS, early)
-    with pytest.raises(ValueError, match="touches the registers of dV .* may be under way"):
-        check_drains("the kernel", DV.edges, late)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"transaction_bytes": 64}, "q_loaded expects 64 bytes, Q LSE is 33024"),
-        ({"stages": 2}, "q_loaded has 2 stages"),
-        ({"producer_warps": 4}, "q_free is completed by 4 warps of a CTA, gradient has 8"),
-    ],
-)
-def test_a_plan_is_refused_before_anything_is_compiled(change, words):
-    class Wrong(DvPlan):
-        @property
-        def edges(self):
-            name = "q_free" if "producer_warps" in change else "q_loaded"
-            return with_edge(super().edges, name, **change)
-
-    with pytest.raises(ValueError, match=f"the kernel of dV and dS cannot work: .*{words}"):
-        plans.plans_of(Wrong())[0].prove()
-
-
-def test_the_tables_are_printed():
-    text = describe(kernels_of(named("sm_90a")), STORED)
-    assert "| load | first step | fills k: K |" in text
-    assert "| gradient | last step | arrives on k_free; waits for dout_loaded; dP; dV; " in text

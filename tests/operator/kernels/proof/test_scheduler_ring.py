@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_ring import LEADER, RingRun, check_ring, programs
 
-from fa4_hd256.kernels.proof.scheduler_ring import LEADER, RingRun, check_ring, programs
 from fa4_hd256.schedulers.protocol import NUM_STAGES
 
 STEPS, HANGS = 7, "the scheduler's ring hangs"

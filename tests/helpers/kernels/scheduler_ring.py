@@ -14,8 +14,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .drain import Stage, check_phases
-from .programs import CTAS, LEADER
+from fa4_hd256.kernels.proof.drain import Stage, check_phases
+from fa4_hd256.kernels.proof.programs import CTAS, LEADER
 
 #: Requests of a run: none, as many as there are slots, and several turns of the ring.
 REQUESTS = range(9)
