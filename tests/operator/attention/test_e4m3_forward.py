@@ -1,13 +1,16 @@
 """Queries, keys and values in e4m3 against float64: lengths, masks, options, scales, packed
 sequences, pages and caches, and what is refused.
 
-The tolerance is twice the error of PyTorch with P rounded to e4m3 (`reference.e4m3_pytorch`).
+The tolerance is twice the error of PyTorch with P rounded to e4m3 (`reference.e4m3_pytorch`). On a
+Hopper GPU the LSE may be off by what its tensor core's short sums make of the scores
+(`hopper_score_error`).
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from e4m3_cases import (
@@ -16,6 +19,8 @@ from e4m3_cases import (
     all_scales,
     codes,
     dequantised,
+    hopper_products,
+    hopper_score_error,
     judged,
     takes_queries,
     triple,
@@ -35,6 +40,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.compat import flash_attn_3
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.score_mods import alibi
+from sm100_sim.tools.golden.instructions.tensor_sums import chain
 
 
 @pytest.fixture(autouse=True)
@@ -236,15 +242,20 @@ def test_lengths_in_use(device):
     ids=str,
 )  # fmt: skip
 @pytest.mark.sampled("16-*")
-def test_chunks_of_prompts_in_pages(page_size, options, device):
+def test_chunks_of_prompts_in_pages(page_size, options, architecture, device):
     """Packed queries of prompts that are part there, and of a decoding step, over pages."""
     lengths, queries = (500, 333, 90, 1), [200, 1, 90, 1]
     paged = Paged.of(lengths, page_size, 2, dtype=E4M3, device=device)
     q, given = codes(sum(queries), 4, 256, device=device), all_scales(4, 2, device=device)
-    out, lse = flash_attn_varlen_func(
-        q, paged.k, paged.v, cu_seqlens_q=offsets(queries, device), max_seqlen_q=max(queries),
-        seqused_k=paged.used, page_table=paged.table, return_lse=True, **given, **options,
-    )  # fmt: skip
+    kwargs = {
+        "cu_seqlens_q": offsets(queries, device), "max_seqlen_q": max(queries),
+        "seqused_k": paged.used, "page_table": paged.table, "return_lse": True,
+    }  # fmt: skip
+    if page_size % 16 and architecture.startswith("sm_90"):
+        with pytest.raises(NotImplementedError, match="page_size that is no multiple of 16"):
+            flash_attn_varlen_func(q, paged.k, paged.v, **kwargs, **given, **options)
+        return
+    out, lse = flash_attn_varlen_func(q, paged.k, paged.v, **kwargs, **given, **options)
     keys = [torch.cat(part, 1)[0] for part in zip(*(paged.keys(row) for row in range(4)))]
     wanted = {name: options[name] for name in options if name in ("causal", "window_size")}
     check_sequences(out, lse, (q, *keys), given, list(zip(queries, lengths)), **wanted)
@@ -433,6 +444,18 @@ def test_shapes_without_running(architecture):
         out, lse = flash_attn_func(q, k, v, return_lse=True)
     assert out.dtype == torch.bfloat16 and out.shape == (1, 9, 2, 256)
     assert lse.dtype == torch.float32 and lse.shape == (1, 2, 9)
+
+
+def test_sums_of_hopper():
+    """The rule of scores on a Hopper GPU, beside the one that recorded cases follow."""
+    q, k = codes(5, 256), codes(9, 256)
+    q[0], k[1, ::2] = 0.0, 0.0
+    q[1] = (q[1].float() / 256).to(E4M3)
+    q[2, ::3] = (q[2, ::3].float() * 64).to(E4M3)
+    words = [t.view(torch.uint8).numpy() for t in (q, k)]
+    expected = chain(*words, ("e4m3", "e4m3"), "f32", None)
+    assert np.array_equal(hopper_products(q, k).numpy(), expected.astype(np.float64))
+    assert 0 < hopper_score_error(q[None, :, None], k[None, :, None], None) < 2
 
 
 def test_the_reference_rounds_probabilities():
