@@ -291,7 +291,7 @@ def add_gradients(
                 lse[..., rows],
                 cu_seqlens_q=offsets[0],
                 cu_seqlens_k=offsets[1],
-            ),  # fmt: skip
+            ),
             Options(options.softmax_scale, part.window, options.softcap, use_clc),
             longest,
             backward_config=settings.backward_config,

@@ -319,12 +319,16 @@ class SGLangBackend(AttentionBackend):
         step, window = self.forward_metadata, layer.sliding_window_size
         assert step is not None
         reach = window if window is not None and window >= 0 else None
-        options = _keys_of(step, self._window, reach) | self._scales(layer) | {
-            "softmax_scale": layer.scaling,
-            "softcap": layer.logit_cap,
-            "learnable_sink": sinks,
-            "batch_invariant": self.batch_invariant,
-        }  # fmt: skip
+        options = (
+            _keys_of(step, self._window, reach)
+            | self._scales(layer)
+            | {
+                "softmax_scale": layer.scaling,
+                "softcap": layer.logit_cap,
+                "learnable_sink": sinks,
+                "batch_invariant": self.batch_invariant,
+            }
+        )
         page_size = 1 if options["page_table"] is step.node_table else self.page_size
         k, v = (
             paged_kv_view(cache, page_size, layer.tp_k_head_num, HEAD_DIM)

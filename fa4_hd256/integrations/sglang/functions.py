@@ -26,24 +26,28 @@ _CODE = refused("Changes of scores or masks given as code are not offered")
 _BIAS = refused("A bias of relative positions is not offered")
 _MX = refused("Block-scaled float8 is not offered")
 
-OPTIONS = Library("SGLang", "sglang.srt.layers.attention.flashattention_backend", {
-    **dict.fromkeys(_HONOURED, honoured()),
-    "sinks": honoured(ours="learnable_sink"),
-    "ver": neutral("chooses among SGLang's own kernels"),
-    "pack_gqa": neutral("a choice of another kernel's tiles"),
-    "qv": refused(_MLA),
-    "only_qv": refused(_MLA, False),
-    "attention_chunk": refused("Attention in chunks is not offered", 0, None),
-    "sm_margin": refused("No call reserves SMs; FA4_HD256_RESERVED_SMS does for a process", 0),
-    "score_mod": _CODE,
-    "mask_mod": _CODE,
-    "aux_tensors": _CODE,
-    "rel_bias": _BIAS,
-    "rel_bias_prep_cache": _BIAS,
-    "sfq": _MX,
-    "sfk": _MX,
-    "sfv": _MX,
-})  # fmt: skip
+OPTIONS = Library(
+    "SGLang",
+    "sglang.srt.layers.attention.flashattention_backend",
+    {
+        **dict.fromkeys(_HONOURED, honoured()),
+        "sinks": honoured(ours="learnable_sink"),
+        "ver": neutral("chooses among SGLang's own kernels"),
+        "pack_gqa": neutral("a choice of another kernel's tiles"),
+        "qv": refused(_MLA),
+        "only_qv": refused(_MLA, False),
+        "attention_chunk": refused("Attention in chunks is not offered", 0, None),
+        "sm_margin": refused("No call reserves SMs; FA4_HD256_RESERVED_SMS does for a process", 0),
+        "score_mod": _CODE,
+        "mask_mod": _CODE,
+        "aux_tensors": _CODE,
+        "rel_bias": _BIAS,
+        "rel_bias_prep_cache": _BIAS,
+        "sfq": _MX,
+        "sfk": _MX,
+        "sfv": _MX,
+    },
+)
 
 #: Options of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
 CACHE_OPTIONS = (

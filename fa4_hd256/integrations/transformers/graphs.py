@@ -163,7 +163,7 @@ def masked_backward(
                 sink,
                 cu_seqlens_q=offsets,
                 cu_seqlens_k=offsets,
-            ),  # fmt: skip
+            ),
             Options.check(scale, False, (left, right), softcap, use_clc),
             (longest, longest),
             backward_config=config,

@@ -26,27 +26,31 @@ _RANKS = "Keys that are dealt out to ranks one by one are not offered"
 _MASKS = refused("Masks given as code are not offered")
 _GATHERED = refused("Keys chosen one by one are not offered")
 
-OPTIONS = Library("vLLM", "vllm.v1.attention.backends.flash_attn", {
-    **dict.fromkeys(_HONOURED, honoured()),
-    "s_aux": honoured(ours="learnable_sink"),
-    "block_table": honoured(ours="page_table"),
-    "alibi_slopes": honoured(ours="score_mod"),
-    "fa_version": neutral("chooses among vLLM's own kernels"),
-    "q_v": _MLA,
-    "dropout_p": refused("Dropout is not offered", 0.0),
-    "return_attn_probs": refused("Probabilities are not offered", False),
-    "output_scale": refused("Results in float8 are not offered"),
-    "cp_world_size": refused(_RANKS, 1),
-    "cp_rank": refused(_RANKS, 0),
-    "cp_tot_seqused_k": refused(_RANKS),
-    "mask_mod": _MASKS,
-    "block_sparse_tensors": _MASKS,
-    "aux_tensors": _MASKS,
-    "aux_tensor_leading_dims": _MASKS,
-    "dynamic_causal": refused("Causality that each sequence chooses is not offered"),
-    "gather_kv_indices": _GATHERED,
-    "gather_kv_valid_length": _GATHERED,
-})  # fmt: skip
+OPTIONS = Library(
+    "vLLM",
+    "vllm.v1.attention.backends.flash_attn",
+    {
+        **dict.fromkeys(_HONOURED, honoured()),
+        "s_aux": honoured(ours="learnable_sink"),
+        "block_table": honoured(ours="page_table"),
+        "alibi_slopes": honoured(ours="score_mod"),
+        "fa_version": neutral("chooses among vLLM's own kernels"),
+        "q_v": _MLA,
+        "dropout_p": refused("Dropout is not offered", 0.0),
+        "return_attn_probs": refused("Probabilities are not offered", False),
+        "output_scale": refused("Results in float8 are not offered"),
+        "cp_world_size": refused(_RANKS, 1),
+        "cp_rank": refused(_RANKS, 0),
+        "cp_tot_seqused_k": refused(_RANKS),
+        "mask_mod": _MASKS,
+        "block_sparse_tensors": _MASKS,
+        "aux_tensors": _MASKS,
+        "aux_tensor_leading_dims": _MASKS,
+        "dynamic_causal": refused("Causality that each sequence chooses is not offered"),
+        "gather_kv_indices": _GATHERED,
+        "gather_kv_valid_length": _GATHERED,
+    },
+)
 
 
 def flash_attn_varlen_func(

@@ -278,10 +278,6 @@ class StepTable:
     roles: tuple[Role, ...]
     meets: bool = False
 
-    def role(self, name: str) -> Role:
-        """Return the role of that name, or with a part of that name."""
-        return next(role for role in self.roles if name in (role.name, *role.names))
-
     @property
     def actions(self) -> tuple[tuple[When, Action], ...]:
         """Return all actions in steps, with these."""

@@ -34,16 +34,20 @@ def warps_table(plan: WarpPlan) -> str:
 def smem_table(plan: SmemPlan) -> str:
     """Return the map of shared memory."""
     offsets = plan.offsets()
-    rows = [(r.name, offsets[r.name], r.stages, r.stage_bytes, r.num_bytes, r.note)
-            for r in plan.regions]  # fmt: skip
+    rows = [
+        (r.name, offsets[r.name], r.stages, r.stage_bytes, r.num_bytes, r.note)
+        for r in plan.regions
+    ]
     table = _table("SMEM region, offset, stages, bytes a stage, bytes, note", rows)
     return f"{table}\n| total | | | | {plan.num_bytes} of {SMEM_CAPACITY} | |"
 
 
 def tmem_table(plan: TmemPlan) -> str:
     """Return the map of tensor memory."""
-    rows = [(r.name, f"{r.start}..{r.start + r.columns - 1}", r.alias_of or "", r.note)
-            for r in plan.regions]  # fmt: skip
+    rows = [
+        (r.name, f"{r.start}..{r.start + r.columns - 1}", r.alias_of or "", r.note)
+        for r in plan.regions
+    ]
     table = _table("TMEM region, columns, lies over, note", rows)
     return f"{table}\n| total | {plan.allocated_columns} of {TMEM_COLUMNS} | | |"
 

@@ -53,6 +53,10 @@ def waiting_less(table):
     return [t for _, t in edits(table, change)][-1]
 
 
+def role_of(table, name):
+    return next(role for role in table.roles if role.name == name)
+
+
 def with_role(table, name, **changes):
     """The table with fields of a role changed; a function makes the field of the one before."""
 

@@ -238,7 +238,7 @@ class ForwardConfig:
                 SmemRegion.operand("v", self.v_stages, self.kv_bytes, f"{block} keys x 256"),
                 *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
-        )  # fmt: skip
+        )
 
     @property
     def edges(self) -> EdgeTable:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from step_edits import with_actions, with_edge, with_role, with_stages, without
+from step_edits import role_of, with_actions, with_edge, with_role, with_stages, without
 
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
@@ -54,13 +54,13 @@ ISSUED = (OperationKind.PRODUCT, OperationKind.COMMIT)
 
 def in_order(steps: StepTable, role: str, *places: int) -> StepTable:
     """The table with the acts of a role in another order."""
-    acts = steps.role(role).acts
+    acts = role_of(steps, role).acts
     return with_role(steps, role, acts=tuple(acts[place] for place in places))
 
 
 def not_ahead(steps: StepTable, role: str, *places: int) -> StepTable:
     """The table with some acts of a role for the step at hand."""
-    acts = list(steps.role(role).acts)
+    acts = list(role_of(steps, role).acts)
     for place in places:
         acts[place] = replace(acts[place], is_ahead=False)
     return with_role(steps, role, acts=tuple(acts))

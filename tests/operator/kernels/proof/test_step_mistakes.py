@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from step_edits import edits, with_edge, with_role
+from step_edits import edits, role_of, with_edge, with_role
 from step_traces import table_of
 
 from fa4_hd256.architectures import named
@@ -153,7 +153,7 @@ def test_mistakes_of_one_action_are_refused(name, change):
 
 def in_steps(table, role, place, when):
     """The table with an act of a role in other steps."""
-    acts = list(table.role(role).acts)
+    acts = list(role_of(table, role).acts)
     acts[place] = replace(acts[place], when=when)
     return with_role(table, role, acts=tuple(acts))
 
