@@ -298,38 +298,36 @@ def at_the_top(path: str) -> str:
     return rest if package == "fa4_hd256" and rest.split("/")[0] in _LIBRARIES else path
 
 
+def _absolute_names(path: Path) -> list[str]:
+    """Return the modules that a file imports by their full names."""
+    found = []
+    for node in graphs.import_statements(path):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif not node.level:
+            found.append(node.module or "")
+    return found
+
+
 def bare_imports(root: Path) -> list[str]:
     """Imports of a library by a name that a user's own package may have (CONTRIBUTING.md)."""
-    found = []
-    for source in sources(root):
-        for node in ast.walk(ast.parse((root / source).read_text(), source)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            found += [
-                f"{source} imports {name}; write fa4_hd256.{name}"
-                for name in names
-                if name.split(".")[0] in _LIBRARIES
-            ]
-    return found
+    return [
+        f"{source} imports {name}; write fa4_hd256.{name}"
+        for source in sources(root)
+        for name in _absolute_names(root / source)
+        if name.split(".")[0] in _LIBRARIES
+    ]
 
 
 def absolute_imports(root: Path) -> list[str]:
     """Imports of the package by its name in the package: it is also loaded under other names."""
-    found = []
-    for source in sources(root):
-        if source.split("/")[0] not in ("fa4_hd256", *_LIBRARIES):
-            continue
-        for node in ast.walk(ast.parse((root / source).read_text(), source)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            found += [
-                f"{source} imports {name}; write a relative import"
-                for name in names
-                if name.split(".")[0] == "fa4_hd256"
-            ]
-    return found
+    return [
+        f"{source} imports {name}; write a relative import"
+        for source in sources(root)
+        if source.split("/")[0] in ("fa4_hd256", *_LIBRARIES)
+        for name in _absolute_names(root / source)
+        if name.split(".")[0] == "fa4_hd256"
+    ]
 
 
 #: Modules beside packages' `__init__` from which users import: `__all__` is what they publish.

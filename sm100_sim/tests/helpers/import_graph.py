@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,14 +33,25 @@ SIMULATOR = (
 )
 
 
+def import_statements(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return the import statements of a file, wherever in it; a file is parsed once."""
+    return _import_statements(file, file.stat().st_mtime_ns)
+
+
+@functools.cache
+def _import_statements(file: Path, changed: int) -> list[ast.Import | ast.ImportFrom]:
+    tree = ast.parse(file.read_text("utf-8"), str(file))
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def names_imported(file: Path, package: str) -> set[str]:
     """Return what a file imports anywhere, as paths: "package/module/name". package: the path of
     its own, for relative imports."""
     names, parts = set(), package.split("/")
-    for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             names |= {alias.name.replace(".", "/") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = parts[: len(parts) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             names |= {"/".join([*base, alias.name]) for alias in node.names}

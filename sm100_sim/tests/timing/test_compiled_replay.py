@@ -4,6 +4,9 @@ import pytest
 
 pytest.importorskip("numba")
 
+import threading
+import time
+
 from numba.core import caching
 
 from sm100_sim.timing.replaying import signals
@@ -34,3 +37,25 @@ def test_another_version_of_a_file_keeps_its_code_elsewhere(monkeypatch, tmp_pat
         signals.compiled(double)(3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["replay-first", "replay-second"]
     assert caching.config.CACHE_DIR == str(tmp_path)
+
+
+def test_one_process_compiles_while_others_wait(monkeypatch, tmp_path):
+    """Whoever waits for the lock finds what was kept meanwhile."""
+    monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
+    first, second = signals.compiled(double), signals.compiled(double)
+    plain = first.compile
+
+    def slowly(types):
+        time.sleep(0.3)
+        return plain(types)
+
+    monkeypatch.setattr(first, "compile", slowly)
+    compiling = threading.Thread(target=signals.compile_once, args=(first, 3))
+    compiling.start()
+    time.sleep(0.1)
+    signals.compile_once(second, 3)
+    compiling.join()
+    assert sum(first.stats.cache_misses.values()) == 1
+    assert not second.stats.cache_misses and sum(second.stats.cache_hits.values()) == 1
+    signals.compile_once(second, 3)
+    assert len(second.signatures) == 1 and second(3) == 6

@@ -297,7 +297,8 @@ def copy(tmp_path):
     for direction in keys.OTHER:
         for architecture in ARCHITECTURES:
             here = keys.compiled_sources(direction, architecture)
-            assert digest(direction, architecture) == native_cache.meaning_of(here)
+            copied = keys.compiled_sources(direction, architecture, tmp_path / "fa4_hd256")
+            assert copied == here
     return edit, digest
 
 

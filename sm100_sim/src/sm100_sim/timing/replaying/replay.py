@@ -12,7 +12,7 @@ from ..program import NAMED_BARRIERS, Compiled
 from ..stored import StoredProgram
 from . import engine, products, state
 from .shared_port import PORT_COLUMNS, USED
-from .signals import SIGNAL_COLUMNS, SIGNALS
+from .signals import SIGNAL_COLUMNS, SIGNALS, compile_once
 from .state import BUSY, PIPES, REASONS, SLOTS, Model
 
 #: Clocks after which a replay is given up.
@@ -157,6 +157,7 @@ def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
 def replay(compiled: Compiled | StoredProgram, values: Values, limit: int = LIMIT) -> Replay:
     """Replay a program. Raises ReplayError if it hangs or takes over `limit` clocks."""
     model = _tables(compiled, values)
+    compile_once(engine.run, model, limit)
     clocks = engine.run(model, limit)
     if clocks < 0:
         why = "takes too long" if clocks == -2 else "hangs"

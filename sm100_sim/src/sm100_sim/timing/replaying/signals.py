@@ -6,11 +6,14 @@ signals of one clock leave it in the order in which they were queued.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sm100_sim.errors import MissingExtra
 
@@ -30,7 +33,7 @@ def compiled(function: Callable) -> Callable:
     No array is created in compiled code, so it needs no reference counts: nine times faster.
     """
     given = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(Path(given or _HERE / "__pycache__", f"replay-{_version()}"))
+    numba.config.CACHE_DIR = str(_directory())
     try:
         return numba.njit(cache=True, _nrt=False)(function)
     except RuntimeError as error:
@@ -46,6 +49,26 @@ def compiled(function: Callable) -> Callable:
         return numba.njit(_nrt=False)(function)
     finally:
         numba.config.CACHE_DIR = given
+
+
+def _directory() -> Path:
+    """Directory of the code that numba keeps of this version."""
+    return Path(numba.config.CACHE_DIR or _HERE / "__pycache__", f"replay-{_version()}")
+
+
+def compile_once(function: Any, *arguments: Any) -> None:
+    """Compile a function of this package for a call with these arguments, in one process while
+    others wait, which then load its code.
+
+    numba has no lock: processes that start together would each take 15 s for the same code.
+    """
+    if getattr(function, "signatures", True):
+        return
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no directory, or one without locks
+            file = stack.enter_context(open(_directory() / "compiling.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        function.compile(tuple(map(numba.typeof, arguments)))
 
 
 @functools.cache
