@@ -264,16 +264,16 @@ def test_metadata_of_another_call():
     with pytest.raises(ValueError, match=r"window of \(None, None\), the call's is \(None, 0\)"):
         batch.gradients(causal=True, backward_metadata=of_full)
     with pytest.raises(TypeError, match="backward_metadata is a tuple"):
-        batch.gradients(backward_metadata=tuple(of_full))
+        batch.gradients(causal=True, backward_metadata=tuple(of_full))
     other = Packed(((0, 300, 40, 513), LENGTHS[1]), "cpu")
     with pytest.raises(ValueError, match="dS of the sequences begins at tiles"):
         batch.gradients(causal=True, backward_metadata=other.metadata(causal=True))
-    fewer = Packed(((853,), (970,)), "cpu").metadata()
+    fewer = Packed(((853,), (970,)), "cpu").metadata(causal=True)
     with pytest.raises(ValueError, match="the batch sizes disagree"):
-        batch.gradients(backward_metadata=fewer)
-    unknown = of_full._replace(ds_tiles=0)
+        batch.gradients(causal=True, backward_metadata=fewer)
+    unknown = batch.metadata(causal=True)._replace(ds_tiles=0)
     with pytest.raises(ValueError, match="listed_tiles is 0 with ds_begins"):
-        batch.gradients(backward_metadata=unknown)
+        batch.gradients(causal=True, backward_metadata=unknown)
 
 
 def test_what_goes_with_no_metadata():

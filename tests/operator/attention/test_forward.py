@@ -79,7 +79,7 @@ def test_more_tiles_than_clusters(device):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.sampled("full")
 def test_fp16(causal, device):
-    check(inputs(200, 300, dtype=torch.float16, device=device), causal=causal)
+    check(inputs(200, 300, 1, 1, dtype=torch.float16, device=device), causal=causal)
 
 
 # 1.0: Gemma 4, scores of magnitude 60, so that the softmax nearly picks one key. Negative ones
