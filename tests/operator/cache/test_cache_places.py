@@ -129,18 +129,16 @@ def test_a_prefill_of_packed_queries(device):
 
 def test_rows_of_a_page_table(device):
     """cache_batch_idx with page_table: the row of the table; all its rows without lengths."""
-    k, v = (randn(6, 32, 1, device=device) for _ in "kv")
+    k, v = (randn(6, 16, 1, device=device) for _ in "kv")
     table = int32([[0, 1], [2, 3], [4, 5]], device)
     q, chosen = randn(2, 1, 2, device=device), int32([2, 0], device)
-    found = flash_attn_with_kvcache(q, k, v, page_table=table, cache_batch_idx=chosen)
-    expected = flash_attn_with_kvcache(q, k, v, page_table=table[[2, 0]])
-    assert torch.equal(found, expected)
-    lengths = int32([33, 64], device)
-    found = flash_attn_with_kvcache(
-        q, k, v, page_table=table, cache_batch_idx=chosen, cache_seqlens=lengths
-    )
-    expected = flash_attn_with_kvcache(q, k, v, page_table=table[[2, 0]], cache_seqlens=lengths)
-    assert torch.equal(found, expected)
+    for lengths in (None, int32([17, 32], device)):
+        options = {"cache_seqlens": lengths, "causal": True}
+        found = flash_attn_with_kvcache(
+            q, k, v, page_table=table, cache_batch_idx=chosen, **options
+        )
+        expected = flash_attn_with_kvcache(q, k, v, page_table=table[[2, 0]], **options)
+        assert torch.equal(found, expected)
 
 
 def unchecked(monkeypatch):

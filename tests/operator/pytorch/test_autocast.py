@@ -12,7 +12,7 @@ from fa4_hd256.integrations.flex_attention import flex_attention
 
 
 def inputs(device):
-    return [torch.randn(1, 8, 1, 256, device=device) for _ in "qkv"]
+    return [torch.randn(1, 8, heads, 256, device=device) for heads in (2, 1, 1)]
 
 
 def gradients(call, tensors, cast):
@@ -33,7 +33,7 @@ def packed(q, k, v):
 
 
 def flex(q, k, v):
-    return flex_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    return flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
 
 
 @pytest.mark.parametrize("call", [dense, packed, flex])
