@@ -88,8 +88,9 @@ def backward():
 
 
 def new_rows():
-    caches, given = [normal(4, 16, 2, 256) for _ in "kv"], [normal(1, 1, 2, 256) for _ in "qkv"]
-    options = {"cache_seqlens": int32([3]), "page_table": int32([[0, 1]])}
+    caches = [normal(4, 16, 1, 256) for _ in "kv"]
+    given = [normal(1, 1, heads, 256) for heads in (2, 1, 1)]
+    options = {"cache_seqlens": int32([3]), "page_table": int32([[0, 1]]), "causal": True}
     return lambda: flash_attn_with_kvcache(given[0], *caches, *given[1:], **options)
 
 
