@@ -129,57 +129,64 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
     assert found <= known
 
 
+def problem_of(arch, model, mask, queries, ragged, usable=tuple, use_clc=False, **others):
+    """Return the problem of queries of one sequence. usable: from the forward's tiles to those of
+    such calls; others: further fields, changed options among them."""
+    architecture = TARGETS[arch].architecture
+    tiles = usable(kernels_of(architecture).forward_tiles())
+    chosen = choose_tiles(tiles, model.heads_q // model.heads_kv, queries, ragged)
+    options = replace(_options(model, mask, use_clc), **others.pop("options", {}))
+    return Problem(
+        (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16, torch.device("cpu"),
+        options, model.sink, ragged, architecture, *chosen, **others,
+    )  # fmt: skip
+
+
+def known_with(needs, without, found, arch, model):
+    """Return all kernels that are known with the needs, after a check: those found are among them,
+    and are the needs' own; none goes."""
+    target = TARGETS[arch]
+    known, others = (
+        set(specs_of(model, n, target.architecture, target.gpu)) for n in (needs, without)
+    )
+    assert found and found <= known and others <= known and not found & others
+    return known
+
+
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_trees(arch):
     """Trees of any number of nodes, more than decoding has queries among them, come beside all
     others."""
-    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    model, ragged = MODELS["gemma-3-4b"], (*FORMS["packed-paged"], "tree_words")
     needs = Needs(("decode",), ("packed-paged",), page_sizes=(16,), tree_mask=True)
-    without = replace(needs, tree_mask=False)
-    known, others = (
-        set(specs_of(model, n, target.architecture, target.gpu)) for n in (needs, without)
-    )
-    tiles = kernels_of(target.architecture).forward_tiles()
-    ragged, group = (*FORMS["packed-paged"], "tree_words"), model.heads_q // model.heads_kv
     found = set()
     for queries, mask, parts in itertools.product((1, 7, 16, 32, 64), model.masks, (1, 5)):
-        chosen = choose_tiles(tiles, group, queries, ragged)
-        problem = Problem(
-            (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
-            torch.device("cpu"), _options(model, mask, False), model.sink, ragged,
-            target.architecture, *chosen, num_splits=parts, page_size=16, wide_tree=queries > 32,
+        problem = problem_of(
+            arch, model, mask, queries, ragged, num_splits=parts, page_size=16,
+            wide_tree=queries > 32,
         )  # fmt: skip
         found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
-    assert found <= known and others <= known and not found & others
+    known_with(needs, replace(needs, tree_mask=False), found, arch, model)
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_greatest_logits(arch):
     """Few and many queries, with one KV split and several, under both schedulers; none of e4m3."""
-    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
-    needs = Needs(
-        ("training",), ("packed",), kv_dtypes=(None, torch.float8_e4m3fn), max_logits=True
-    )
-    known, others = (
-        set(specs_of(model, n, target.architecture, target.gpu))
-        for n in (needs, replace(needs, max_logits=False))
-    )
-    tiles = kernels_of(target.architecture).forward_tiles()
-    tiles = tiles_for_max_logits(tiles, target.architecture)
-    ragged, group = FORMS["packed"], model.heads_q // model.heads_kv
+    model, e4m3 = MODELS["gemma-3-4b"], torch.float8_e4m3fn
+    needs = Needs(("training",), ("packed",), kv_dtypes=(None, e4m3), max_logits=True)
     found = set()
-    choices = itertools.product((1, 200), model.masks, (1, 5), (False, True))
-    for queries, mask, parts, use_clc in choices:
-        problem = Problem(
-            (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
-            torch.device("cpu"), replace(_options(model, mask, use_clc), max_logits=True),
-            model.sink, ragged, target.architecture, *choose_tiles(tiles, group, queries, ragged),
-            num_splits=parts,
+    for queries, mask, parts, use_clc in itertools.product(
+        (1, 200), model.masks, (1, 5), (False, True)
+    ):
+        problem = problem_of(
+            arch, model, mask, queries, FORMS["packed"],
+            lambda tiles: tiles_for_max_logits(tiles, TARGETS[arch].architecture), use_clc,
+            options={"max_logits": True}, num_splits=parts,
         )  # fmt: skip
         found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
-    assert found <= known and others <= known and not found & others
+    known_with(needs, replace(needs, max_logits=False), found, arch, model)
     with pytest.raises(ValueError, match="max_logits with kv_dtypes"):
-        replace(needs, uses=("decode",), kv_dtypes=(torch.float8_e4m3fn,))
+        replace(needs, uses=("decode",), kv_dtypes=(e4m3,))
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
@@ -215,34 +222,23 @@ def test_new_rows(arch):
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_places_in_a_cache(arch):
     """Entries and left padding, each by itself and both; rows of a page table are no kernel's."""
-    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    model = MODELS["gemma-3-4b"]
     needs = Needs(
         ("decode",), ("dense", "padded", "cache", "packed-paged"), page_sizes=(16,),
         cache_batch_idx=True, cache_leftpad=True, tree_mask=True, scheduler_metadata=True,
     )  # fmt: skip
-    without = replace(needs, cache_batch_idx=False, cache_leftpad=False)
-    known, others = (
-        set(specs_of(model, n, target.architecture, target.gpu)) for n in (needs, without)
-    )
-    tiles, group = kernels_of(target.architecture).forward_tiles(), model.heads_q // model.heads_kv
     places = ("cache_batch_idx",), ("cache_leftpad",), ("cache_batch_idx", "cache_leftpad")
+    more = (), ("part_list",), ("tree_words",)
     found = set()
-    for form, last in itertools.product(("cache", "packed-paged"), places):
-        if form == "packed-paged" and "cache_batch_idx" in last:
-            continue
-        for more, queries, mask in itertools.product(
-            ((), ("part_list",), ("tree_words",)), (1, 16), model.masks
-        ):
-            ragged = (*FORMS[form], *more, *last)
-            size = 16 if form == "packed-paged" else None
-            problem = Problem(
-                (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
-                torch.device("cpu"), _options(model, mask, False), model.sink, ragged,
-                target.architecture, *choose_tiles(tiles, group, queries, ragged), page_size=size,
-                num_splits=1 + bool(more),
+    for form, size, own in [*(("cache", None, p) for p in places), ("packed-paged", 16, places[1])]:
+        for beside, queries, mask in itertools.product(more, (1, 16), model.masks):
+            problem = problem_of(
+                arch, model, mask, queries, (*FORMS[form], *beside, *own), page_size=size,
+                num_splits=1 + bool(beside),
             )  # fmt: skip
             found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
-    assert found <= known and others <= known and not found & others
+    without = replace(needs, cache_batch_idx=False, cache_leftpad=False)
+    known = known_with(needs, without, found, arch, model)
     assert all(kernel_named(name_of(spec)) == spec for spec in found)
     appends = {spec.problem_class.paged for spec in known if spec.kind == "append_rows"}
     assert appends == {False, True}
@@ -257,37 +253,27 @@ def test_places_in_a_cache(arch):
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_alibi(arch):
     """Slopes of heads, and of sequences and heads; trees and training among the calls, e4m3 not."""
-    target, model = TARGETS[arch], AttentionModel("biased", 8, 2, (Mask(True),))
+    model, e4m3 = AttentionModel("biased", 8, 2, (Mask(True),)), torch.float8_e4m3fn
     needs = Needs(
-        ("decode", "training"), ("dense",), kv_dtypes=(None, torch.float8_e4m3fn), tree_mask=True,
-        alibi=True,
-    )  # fmt: skip
-    known, others = (
-        set(specs_of(model, n, target.architecture, target.gpu))
-        for n in (needs, replace(needs, alibi=False))
+        ("decode", "training"), ("dense",), kv_dtypes=(None, e4m3), tree_mask=True, alibi=True
     )
-    where, tiles = gpu(*GPUS[arch][0]), kernels_of(target.architecture).forward_tiles()
     found = set()
     for slopes, ragged in itertools.product(("float32 1", "float32 2"), ((), ("tree_words",))):
-        chosen = choose_tiles(tiles, 4, 3, ragged)
-        options = replace(
-            _options(model, model.masks[0], False), score_mod=FunctionClass("alibi", (slopes,))
-        )
-        problem = Problem(
-            (1, 3, 8, 256), 3, 1000, 1, torch.bfloat16, torch.device("cpu"), options, model.sink,
-            ragged, target.architecture, *chosen,
-        )  # fmt: skip
-        found.add(forward_spec(problem, where))
+        options = {"score_mod": FunctionClass("alibi", (slopes,))}
+        problem = problem_of(arch, model, model.masks[0], 3, ragged, options=options)
+        found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
         if not ragged:
             backward = BackwardProblem(problem, (1, 1000, 2, 256), False, 1)
             config = problem.kernels.config("backward")()
             found |= set(backward_specs(backward, config).values())
     changed = {spec for spec in found if "alibi" in str(spec.problem_class)}
-    assert len(changed) > 4 and found <= known and others <= known and not changed & others
+    target = TARGETS[arch]
+    known = known_with(needs, replace(needs, alibi=False), changed, arch, model)
+    assert len(changed) > 4 and found <= known
     with pytest.raises(ValueError, match="softcap is 5.0 with alibi"):
         specs_of(replace(model, softcap=5.0), needs, target.architecture, target.gpu)
     with pytest.raises(ValueError, match="alibi with kv_dtypes"):
-        replace(needs, kv_dtypes=(torch.float8_e4m3fn,))
+        replace(needs, kv_dtypes=(e4m3,))
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
