@@ -14,6 +14,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(PROJECT / ".cache" / "bytecode"))
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
 
+# tvm_ffi would build an extension in C++ where it is imported first, and where that fails in every
+# process: 9 s of CPU for a faster DLPack, which no test is about.
+os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+
 # Each xdist worker has one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"):
