@@ -29,16 +29,16 @@ from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.kernel_functions import SCORE_MOD
-from .kernels.problem_class import DESCALES, result_dtypes
+from .kernels.problem_class import BLOCK_SCALES, DESCALES, result_dtypes
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
-from .ops.operators import WRITTEN, forward_kvcache
+from .ops.operators import WRITTEN_PLACES, forward_kvcache
 from .run.append import plan_cache
 from .score_mods import ScoreMod
 
 #: Arguments that may require gradients, which there are none of.
 _DIFFERENTIABLE = (
     "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",
-    "q_descale", "k_descale", "v_descale", "out_gate",
+    "q_descale", "k_descale", "v_descale", "out_gate", *BLOCK_SCALES,
 )  # fmt: skip
 
 
@@ -76,6 +76,8 @@ def flash_attn_with_kvcache(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     out: torch.Tensor | None = None,
@@ -113,6 +115,10 @@ def flash_attn_with_kvcache(
         Rows of k and v, typed like q or, where that is float8_e4m3fn, like out, are then divided by
         the scales of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
+    k_block_scale, v_block_scale: float8_e4m3fn like the caches but for the last dimension of 16,
+        with caches in NVFP4: uint8 with a last dimension of 128, two e2m1 in a byte
+        (`fa4_hd256.quantize`). k_descale and v_descale are then the global scales. Rows of k and v,
+        typed like q, are quantized as `quantize_nvfp4` does, and their scales are written, too.
     score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
         given. Not with rotary_cos, since rows have positions one after the other there.
@@ -143,11 +149,14 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled():
         cache_checks.check_no_gradients(
             _DIFFERENTIABLE, q, k_cache, v_cache, k, v, learnable_sink, out, rotary_cos, rotary_sin,
-            q_descale, k_descale, v_descale, out_gate,
+            q_descale, k_descale, v_descale, out_gate, k_block_scale, v_block_scale,
         )  # fmt: skip
     others, key = NO_TENSORS, None
     if not (words is score_mod is q_descale is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, q_descale, k_descale, v_descale)
+    if not (k_block_scale is v_block_scale is None):
+        scales = zip(BLOCK_SCALES, (k_block_scale, v_block_scale), strict=True)
+        others = others | {name: scale for name, scale in scales if scale is not None}
     arguments = plans.call_fields(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant,
@@ -231,13 +240,11 @@ def _write_and_attend(
 
 
 #: Fields of `CacheTensors` that come by name.
-_OTHERS = (TREE_WORDS, *DESCALES, *SCORE_MOD.tensors)
+_OTHERS = (TREE_WORDS, *DESCALES, *BLOCK_SCALES, *SCORE_MOD.tensors)
 _NO_OTHERS = [None] * len(_OTHERS)
 _AT_OTHERS = CacheTensors._fields.index(_OTHERS[0])
 assert CacheTensors._fields[_AT_OTHERS : _AT_OTHERS + len(_OTHERS)] == _OTHERS
 
 _PART_LIST = CacheTensors._fields.index(PART_LIST)
 #: Eager calls; `operators` has the kind of the same operator's body.
-_EAGER_KVCACHE = plans.Kind(
-    "forward_kvcache", resolve_cache_call, plan_cache, tuple(range(len(WRITTEN)))
-)
+_EAGER_KVCACHE = plans.Kind("forward_kvcache", resolve_cache_call, plan_cache, WRITTEN_PLACES)

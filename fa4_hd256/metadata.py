@@ -20,7 +20,7 @@ from .call.packed_ds import (
 from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
 from .gpus.devices import gpu_of, is_captured
-from .kernels.problem_class import KV_DTYPES
+from .kernels.problem_class import BLOCK_SCALES, CACHE_DTYPES, E4M3, KV_DTYPES, NVFP4
 from .words import shown
 
 
@@ -41,8 +41,8 @@ def get_scheduler_metadata(  # noqa: PLR0913
     cache_seqlens: (batch,) int32, keys in use of each sequence, on the device of the calls; a CPU
     tensor for the simulator. max_seqlen_q, max_seqlen_k: of the calls; of keys in pages the rows of
     all pages of a row of page_table, unless the calls are given another. causal, window_size: of
-    the calls. kv_dtype: of k and v, None for that of q. q_dtype: of q, None for bfloat16 or
-    float16.
+    the calls. kv_dtype: of k and v, torch.uint8 for NVFP4, None for that of q. q_dtype: of q, None
+    for bfloat16 or float16.
 
     Returns an int32 vector. Nothing waits for the device; in a CUDA graph it follows the lengths at
     each replay. Other lengths only balance it worse. Bits of a result depend on it as on
@@ -62,9 +62,11 @@ def get_scheduler_metadata(  # noqa: PLR0913
             "num_heads_kv": num_heads_kv,
         }
     )
-    for name, dtype in (("kv_dtype", kv_dtype), ("q_dtype", q_dtype)):
-        if dtype not in (None, *DTYPES, *KV_DTYPES):
-            accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
+    for name, dtype, narrow in (
+        ("kv_dtype", kv_dtype, CACHE_DTYPES), ("q_dtype", q_dtype, KV_DTYPES),
+    ):  # fmt: skip
+        if dtype not in (None, *DTYPES, *narrow):
+            accepted = ", ".join(map(str, (*DTYPES, *narrow)))
             raise TypeError(f"{name} is {shown(dtype)}; accepted: None or {accepted}")
     if cache_seqlens.device.type == "cpu" and not is_intercepted():
         check_lengths(cache_seqlens, max_seqlen_k, "max_seqlen_k")
@@ -75,9 +77,13 @@ def get_scheduler_metadata(  # noqa: PLR0913
         for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
     )
     q = q.to(q_dtype) if q_dtype in KV_DTYPES else q
-    k = k.to(kv_dtype or q.dtype) if {kv_dtype, q.dtype} & {*KV_DTYPES} else k
+    k = k.to(kv_dtype or q.dtype) if {kv_dtype, q.dtype} & {*CACHE_DTYPES} else k
+    tensors = {"seqused_k": cache_seqlens}
+    if kv_dtype == NVFP4:
+        k, scale = k[..., :128], number.to(E4M3).expand(*k.shape[:-1], 16)
+        tensors |= dict.fromkeys(BLOCK_SCALES, scale)
     options = Options.check(None, causal, window_size, 0.0)
-    problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
+    problem = Problem.describe((q, k, k), options, None, tensors)
     gpu = gpu_of(cache_seqlens.device)
     made = scheduler_metadata_of(problem, gpu, cache_seqlens)
     if not torch.compiler.is_compiling():

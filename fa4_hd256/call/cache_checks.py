@@ -14,7 +14,13 @@ import torch
 
 from .. import environment
 from ..kernels.limits import HEAD_DIM
-from ..kernels.problem_class import KV_DTYPES, result_dtypes
+from ..kernels.problem_class import (
+    BLOCK_SCALES,
+    CACHE_DTYPES,
+    KV_DTYPES,
+    NVFP4,
+    result_dtypes,
+)
 from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE
 from ..words import shown
 from . import checks, memory
@@ -137,6 +143,8 @@ def check_cache_tensors(call: CacheTensors, interleaved: Any = True) -> None:
         memory.check_out(call.out, call.q)
     if not is_intercepted():
         caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+        if call.k_cache.dtype == NVFP4:
+            caches |= {n: t for n in BLOCK_SCALES if (t := getattr(call, n)) is not None}
         for name, cache in caches.items():
             memory.check_not_overlapping(name, cache)
         memory.check_in_place(caches, "k and v, which are written in place")
@@ -371,7 +379,7 @@ def check_new_rows(
     dtype: torch.dtype,
 ) -> None:
     """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new; dtype: of q, whose
-    results' dtypes they may have where the cache is in one of `KV_DTYPES`."""
+    results' dtypes they may have where the cache is in one of `CACHE_DTYPES`."""
     for name, tensor in new.items():
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
@@ -388,7 +396,7 @@ def check_new_rows(
                 f"cu_seqlens_k_new has {offsets.numel()} entries; accepted: {batch + 1}, offsets "
                 f"of {batch} sequences and the total"
             )
-    wanted = (*wanted, *cache.shape[2:])
+    wanted = (*wanted, cache.shape[2], HEAD_DIM)
     for name, tensor in new.items():
         shape = tuple(tensor.shape)
         fits = len(shape) == len(wanted) and all(
@@ -400,8 +408,9 @@ def check_new_rows(
                 f"{name} has shape {shape}; accepted: ({form}), heads like the cache's, k and v of "
                 "one shape (packed with cu_seqlens_k_new, else with a batch)"
             )
-        is_e4m3 = cache.dtype in KV_DTYPES
-        dtypes = (cache.dtype, *result_dtypes(dtype)) if is_e4m3 else (cache.dtype,)
+        dtypes = result_dtypes(dtype) if cache.dtype in CACHE_DTYPES else (cache.dtype,)
+        if cache.dtype in KV_DTYPES:
+            dtypes = (cache.dtype, *dtypes)
         if tensor.dtype not in dtypes or tensor.device != cache.device:
             accepted = " or ".join(map(str, dtypes))
             raise TypeError(

@@ -32,9 +32,12 @@ from ..kernels.mask.block_mask import (
 )
 from ..kernels.mask.windows import Reach, Window
 from ..kernels.problem_class import (
+    BLOCK_SCALES,
+    CACHE_DTYPES,
     DESCALES,
     ELEMENT_TYPES,
     KV_DTYPES,
+    NVFP4,
     OUT_GATE,
     result_dtypes,
 )
@@ -76,6 +79,10 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             if name in DESCALES:
                 kind = type(tensor).__name__
                 raise TypeError(f"{name} must be a float32 tensor or None, got {kind}")
+            if name in BLOCK_SCALES:
+                raise TypeError(
+                    f"{name} must be a float8_e4m3fn tensor or None, got {shown(tensor)}"
+                )
             if name == OUT_GATE:
                 raise TypeError(f"{name} must be a torch.Tensor or None, got {shown(tensor)}")
             raise TypeError(_NOT_INT32.format(_said(name)))
@@ -108,7 +115,7 @@ def check_functions(
         raise ValueError(
             f"softcap is {softcap} with a score_mod; accepted: one of them, as a score_mod may cap"
         )
-    if k.dtype in KV_DTYPES:
+    if k.dtype in CACHE_DTYPES:
         raise NotImplementedError(
             f"k and v of {k.dtype} with a score_mod; accepted: q, k and v in "
             f"{' or '.join(map(str, DTYPES))}"
@@ -147,27 +154,36 @@ def _said(name: str) -> str:
 
 def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> None:
     """Each (batch, seqlen, heads, 256), all of one accepted dtype, or k and v of one of
-    `KV_DTYPES`, which q in one of these demands, and on one device.
+    `CACHE_DTYPES`, in NVFP4 with two elements in a byte, and on one device. q of one of
+    `KV_DTYPES` demands such k and v.
 
     packed: which of them are packed sequences with a batch of 1, which users pass without.
     """
     for name, tensor in tensors.items():
         require_dense(name, tensor)
-        if tensor.dtype not in (*DTYPES, *KV_DTYPES):
+        dtypes = (*DTYPES, *(KV_DTYPES if name == "q" else CACHE_DTYPES))
+        if tensor.dtype not in dtypes:
             accepted = " or ".join(map(str, (*DTYPES, *KV_DTYPES)))
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
         if tensor.ndim != 4:
             raise ValueError(wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
-        if tensor.shape[-1] != HEAD_DIM:
+        columns = row_columns(tensor.dtype)
+        if tensor.shape[-1] != columns:
             shape = tensor.shape[1:] if packed[name] else tensor.shape
+            of_codes = f" ({columns} bytes of two elements)" if columns < HEAD_DIM else ""
             raise ValueError(
                 f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(shape)}; "
-                f"accepted: {HEAD_DIM} only"
+                f"accepted: {columns} only{of_codes}"
             )
-    of_q = tensors["k"].dtype not in KV_DTYPES or tensors["q"].dtype in KV_DTYPES
+    of_q = tensors["k"].dtype not in CACHE_DTYPES or tensors["q"].dtype in KV_DTYPES
     alike = {name: t.dtype for name, t in tensors.items() if name != "q" or of_q}
     _check_equal("dtype", alike, TypeError)
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
+
+
+def row_columns(dtype: torch.dtype) -> int:
+    """Return the columns of a tensor of k or v: in NVFP4 a byte has two elements."""
+    return HEAD_DIM // 2 if dtype == NVFP4 else HEAD_DIM
 
 
 def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]) -> None:
@@ -434,7 +450,16 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *FUNCTION_TENSORS)
+        if name
+        not in (
+            PART_LIST,
+            *MASK_TABLES,
+            TREE_WORDS,
+            OUT_GATE,
+            *DESCALES,
+            *BLOCK_SCALES,
+            *FUNCTION_TENSORS,
+        )
     }
     if "cu_seqlens_q" not in ragged:
         sizes["q"] = q.shape[0]

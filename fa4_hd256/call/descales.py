@@ -1,16 +1,22 @@
-"""Scales of what queries, keys and values in e4m3 hold: which there are, and how kernels read
-them."""
+"""Scales of what queries, keys and values in e4m3 or NVFP4 hold: which there are, and how kernels
+read them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ..kernels.limits import NVFP4_BLOCK
 from ..kernels.problem_class import (
+    BLOCK_SCALES,
+    CACHE_DTYPES,
     DESCALES,
+    E4M3,
     KV_DESCALES,
     KV_DTYPES,
+    NVFP4,
     OF_PAGES,
     OF_SEQUENCES,
     Q_DESCALE,
@@ -46,10 +52,10 @@ def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]
         return
     names = " and ".join(scales)
     accepted = " or ".join(map(str, KV_DTYPES))
-    if k.dtype not in KV_DTYPES:
+    if k.dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"{names} given with k and v of {k.dtype}; accepted: with {accepted} alone, whose "
-            "values they multiply"
+            f"{names} given with k and v of {k.dtype}; accepted: with {accepted}, or NVFP4, alone, "
+            "whose values they multiply"
         )
     wanted = DESCALES if q.dtype in KV_DTYPES else KV_DESCALES
     if Q_DESCALE in scales and Q_DESCALE not in wanted:
@@ -69,6 +75,34 @@ def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.float32")
         if tensor.device != k.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
+
+
+def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
+    """Raise TypeError or ValueError unless k and v in NVFP4 have their block scales, and others
+    none. given: tensors by name."""
+    scales = {name: given.get(name) for name in BLOCK_SCALES}
+    for (name, tensor), codes in zip(scales.items(), (k, v), strict=True):
+        if codes.dtype != NVFP4 and tensor is not None:
+            raise ValueError(
+                f"{name} given with k and v of {codes.dtype}; accepted: with caches in NVFP4 "
+                f"({NVFP4}, two elements in a byte) alone"
+            )
+        if codes.dtype != NVFP4:
+            continue
+        shape = (*codes.shape[:-1], 2 * codes.shape[-1] // NVFP4_BLOCK)
+        form = f"{E4M3} of shape {shape}, one for each {NVFP4_BLOCK} elements"
+        if tensor is None:
+            raise ValueError(
+                f"k and v of {NVFP4} are NVFP4, without {name}; accepted: flash_attn_with_kvcache "
+                f"with {' and '.join(BLOCK_SCALES)}, {form} (fa4_hd256.quantize)"
+            )
+        require_dense(name, tensor)
+        if tensor.dtype != E4M3:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {form}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {form}")
+        if tensor.device != codes.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {codes.device}, like k")
 
 
 def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None) -> None:

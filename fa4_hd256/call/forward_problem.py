@@ -17,10 +17,11 @@ from ..kernels.kernel_set import KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import (
+    BLOCK_SCALES,
+    CACHE_DTYPES,
     DESCALES,
     GATE_OF_ELEMENTS,
     GATE_OF_HEADS,
-    KV_DTYPES,
     OUT_GATE,
     ProblemClass,
     compiled_page,
@@ -289,7 +290,8 @@ class Problem:
         """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
         # With split keys the combining kernel has it.
         gate = (OUT_GATE,) if self.out_gate and self.num_splits == 1 else ()
-        return *self.ragged, *self.scales, *gate, *self.function_tensors
+        own = self.problem_class.block_scales
+        return *self.ragged, *self.scales, *gate, *self.function_tensors, *own
 
     @property
     def lists_splits(self) -> bool:
@@ -339,7 +341,7 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
 
 def _dtypes(q: torch.Tensor, k: torch.Tensor, out_dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the fields of `ProblemClass` that are dtypes, by name."""
-    q_dtype, kv_dtype = (t.dtype if t.dtype in KV_DTYPES else None for t in (q, k))
+    q_dtype, kv_dtype = (t.dtype if t.dtype in CACHE_DTYPES else None for t in (q, k))
     dtype = out_dtype or result_dtypes(q.dtype)[0]
     return {"dtype": dtype, "q_dtype": q_dtype, "kv_dtype": kv_dtype}
 
@@ -490,7 +492,7 @@ def operands_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as kernels read them. Of k and v one head where all of theirs are one
     expanded head, but not with scales, which each head has of its own."""
-    if any(getattr(tensors, name) is not None for name in DESCALES):
+    if any(getattr(tensors, name) is not None for name in (*DESCALES, *BLOCK_SCALES)):
         return tensors.q, tensors.k, tensors.v
     return tensors.q, *memory.without_expanded_heads(tensors.k, tensors.v)
 
@@ -514,6 +516,7 @@ def check_forward_tensors(
         checks.check_out_gate(ragged[OUT_GATE], q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(q, k, ragged)
+    descales.check_block_scales(k, v, ragged)
 
 
 def forward_use_clc(
@@ -584,11 +587,11 @@ def check_differentiable(tensors: ForwardTensors) -> None:
         tensors.cache_batch_idx,
         tensors.cache_leftpad,
     )
-    if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
+    if tensors.k.dtype in CACHE_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
-            "q, k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
-            "through such calls; accepted: tensors that do not require gradients, or a call under "
-            "torch.no_grad()"
+            "q, k and v in float8, k and v in NVFP4, page_table, scheduler_metadata, tree_mask: no "
+            "gradients flow through such calls; accepted: tensors that do not require gradients, "
+            "or a call under torch.no_grad()"
         )
     if tensors.mask_steps is not None and tensors.mask_blocks is None:
         raise NotImplementedError(

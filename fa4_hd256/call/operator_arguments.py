@@ -16,7 +16,7 @@ import torch
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_GRADIENTS
-from ..kernels.problem_class import DESCALES, OUT_GATE
+from ..kernels.problem_class import BLOCK_SCALES, DESCALES, OUT_GATE
 from ..kernels.rows.sequences import DS_BEGINS, SequenceTensors
 
 #: Tensors that say where rows of sequences lie and which are seen: lengths, pages, scheduler
@@ -25,7 +25,7 @@ RAGGED = SequenceTensors._fields
 #: Lengths and offsets of sequences, the first of them, which calls with gradients may have, too.
 LENGTHS = RAGGED[:4]
 #: All tensors of a call beside q, k, v and the sink.
-OTHERS = (OUT_GATE, *RAGGED, *DESCALES, *FUNCTION_TENSORS)
+OTHERS = (OUT_GATE, *RAGGED, *DESCALES, *BLOCK_SCALES, *FUNCTION_TENSORS)
 
 
 class ForwardTensors(NamedTuple):
@@ -58,6 +58,8 @@ class ForwardTensors(NamedTuple):
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
     score_tensor_1: torch.Tensor | None = None
     score_tensor_2: torch.Tensor | None = None
@@ -225,6 +227,8 @@ class CacheTensors(NamedTuple):
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
     score_tensor_1: torch.Tensor | None = None
     score_tensor_2: torch.Tensor | None = None
@@ -339,9 +343,9 @@ _TYPES: dict[Any, str] = {
 def schema_of(*kinds: type, written: Sequence[str] = ()) -> str:
     """The arguments of an operator, as its schema has them: the fields of these, in order.
     written: those that it writes to."""
-    marks = {name: f"({letter}!)" for name, letter in zip(written, "abc")}
+    marks = {name: f"Tensor({letter}!)" for name, letter in zip(written, "abcde", strict=False)}
     return ", ".join(
-        f"{_TYPES[hint]}{marks.get(name, '')} {name}"
+        f"{_TYPES[hint].replace('Tensor', marks.get(name, 'Tensor'))} {name}"
         for kind in kinds
         for name, hint in typing.get_type_hints(kind).items()
     )

@@ -24,7 +24,7 @@ from ..call.operator_arguments import (
     forward_arguments,
     schema_of,
 )
-from ..kernels.problem_class import result_dtypes
+from ..kernels.problem_class import BLOCK_SCALES, result_dtypes
 from ..package_name import NAMESPACE
 from ..private_torch import DispatchKey, excluding
 from ..run.append import plan_cache
@@ -48,8 +48,9 @@ def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 _values = plans.resolve_fields(ForwardValues)
 #: Place of out.
 OUT = len(ForwardTensors._fields)
-#: Tensors that `forward_kvcache` writes to, the first ones.
-WRITTEN = CacheTensors._fields[:3]
+#: Tensors that `forward_kvcache` writes to, and their places.
+WRITTEN = (*CacheTensors._fields[:3], *BLOCK_SCALES)
+WRITTEN_PLACES = tuple(map(CacheTensors._fields.index, WRITTEN))
 #: Kinds of the operators' bodies; `interface` has those of eager calls.
 _BODY_FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
 _BODY_MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
@@ -128,9 +129,7 @@ def _resolve_cache_body(tensors: Sequence[Any], facts: tuple[Any, ...]) -> Cache
     return CacheValues(*facts[: len(CacheValues._fields)])
 
 
-_BODY_KVCACHE = plans.Kind(
-    "forward_kvcache", _resolve_cache_body, plan_cache, tuple(range(len(WRITTEN)))
-)
+_BODY_KVCACHE = plans.Kind("forward_kvcache", _resolve_cache_body, plan_cache, WRITTEN_PLACES)
 
 
 @forward_kvcache.register_fake

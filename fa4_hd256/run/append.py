@@ -13,7 +13,7 @@ from ..call.cache_checks import check_contents
 from ..call.memory import View
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
-from ..kernels.problem_class import KV_DESCALES, KV_DTYPES
+from ..kernels.problem_class import BLOCK_SCALES, KV_DESCALES, NVFP4
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryClass, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec
@@ -91,6 +91,9 @@ def add_append(
         scales=tuple(builder.scale(views[name], own.descale) for name in KV_DESCALES)
         if own.descale
         else None,
+        block_scales=tuple(_elements(builder, views[name], own) for name in BLOCK_SCALES)
+        if own.kv_dtype == NVFP4
+        else None,
         rotary=_rotary_tables(builder, views, own, lengths, rotated),
     )
     arguments = aligned((caches, rows, tables))
@@ -107,7 +110,7 @@ def _elements(builder: PlanBuilder, view: View, own: AppendClass) -> View:
     """Return K or V as the kernel takes it: CuTe DSL takes no tensor of single bytes from
     PyTorch."""
     view = builder.operand(view)
-    return view.view(own.torch_type) if view.dtype in KV_DTYPES else view
+    return view.view(own.torch_type) if view.element_size() == 1 else view
 
 
 def _rotary_tables(

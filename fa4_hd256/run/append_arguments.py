@@ -1,7 +1,7 @@
 """The calling convention of the kernel that writes new rows to a cache; `append` has the slots.
 
 caches    K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) of a 16-bit
-          type, two elements in each
+          type, two elements in each, in NVFP4 (.., 64), four in each
 rows      of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
 tables    `kernels.small.append_rows.AppendTables`, in it
           `kernels.small.append_rows.RotaryTables`
@@ -16,7 +16,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import KV_DESCALES
+from ..kernels.problem_class import BLOCK_SCALES, KV_DESCALES, NVFP4
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 
@@ -33,6 +33,9 @@ def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
         page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
         scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in KV_DESCALES)
         if own.descale
+        else None,
+        block_scales=tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in BLOCK_SCALES)
+        if own.kv_dtype == NVFP4
         else None,
         rotary=_rotary_types(own),
     )

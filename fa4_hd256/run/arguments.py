@@ -11,7 +11,8 @@ NOTE [arguments of the forward].  One list, in two forms:
 
     q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
-                  q, k, v in e4m3: (.., 128) of out's type, two elements in each
+                  q, k, v in e4m3: (.., 128) of out's type, two elements in each;
+                  k, v in NVFP4: (.., 64), four in each
     results       out (batch, seqlen_q, heads_q, 256); lse (batch, heads_q, seqlen_q) float32,
     natural log; with max_logits
                   the row maxima, like lse
@@ -20,7 +21,8 @@ NOTE [arguments of the forward].  One list, in two forms:
                   masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
                   `ProblemClass.descales` names, (entries, heads_kv) float32, then out_gate, like
                   out or (batch, seqlen_q, heads_q),
-                  then what functions of the call read, then memory for V^T where the tiles take
+                  then what functions of the call read, then the block scales of k and v in
+                  NVFP4, (.., 8) of out's type, then memory for V^T where the tiles take
                   it, (batch x tiles of keys, heads_kv, 256, 64); None if that is nothing
     scalars       `kernels.problem_class.CallScalars`
     stream        CUDA stream, 0 in the simulator
@@ -54,6 +56,7 @@ from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import (
+    BLOCK_SCALES,
     GATE_OF_HEADS,
     OUT_GATE,
     CallScalars,
@@ -194,11 +197,16 @@ def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
     return [
         gate_value(tensor)
         if name == OUT_GATE
-        else dynamic_tensor(
-            tensor, max(_TABLES[name][1] if name in _TABLES else WORD, tensor.element_size())
-        )
+        else dynamic_tensor(tensor, max(_alignment(name), tensor.element_size()))
         for name, tensor in zip(names, tensors, strict=True)
     ]
+
+
+def _alignment(name: str) -> int:
+    """Return the bytes that rows of a tensor beside q, k and v are aligned to."""
+    if name in BLOCK_SCALES:
+        return TMA_ALIGNMENT
+    return _TABLES[name][1] if name in _TABLES else WORD
 
 
 #: Dtypes of tensors that functions of a call read, by name.
@@ -300,6 +308,7 @@ def compile_arguments(
     optional += [tensor_type(cutlass.Float32, 2, 4) for _ in problem_class.descales]
     optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
+    optional += [tensor_type(element, 4, TMA_ALIGNMENT) for _ in problem_class.block_scales]
     optional += [q] if columns else []
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)

@@ -27,7 +27,7 @@ from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_STEPS
-from ..kernels.problem_class import OUT_GATE
+from ..kernels.problem_class import BLOCK_SCALES, OUT_GATE
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
@@ -306,6 +306,8 @@ def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -
         view = views[name]
         if name in problem.scales:
             view = builder.scale(view, problem.descale)
+        elif name in BLOCK_SCALES:
+            view = builder.operand(view).view(problem.dtype)
         elif name in problem.function_tensors:
             view = builder.dense(view)
         elif name == OUT_GATE:

@@ -62,7 +62,8 @@ class ForwardCommon:
     and of K or V; single bytes come in twos, as elements of the type of out.
     """
 
-    q_bytes = kv_bytes = ELEMENT_BYTES
+    q_bytes: float = ELEMENT_BYTES
+    kv_bytes: float = ELEMENT_BYTES
     #: Whether TMA gathers rows, or warps that copy.
     gathers_by_tma = False
 
@@ -98,7 +99,7 @@ class ForwardCommon:
         stream: Any,
     ):
         """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), each
-        with 128 elements of single bytes in twos;
+        with 128 elements of single bytes in twos, in NVFP4 k and v with 64;
         results: out (batch, seqlen_q, heads, 256), and lse (batch, heads, seqlen_q) float32; packed
         sequences have a batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).
         With split keys out is float32, and of each batch entry of q the results have one for each
@@ -107,10 +108,12 @@ class ForwardCommon:
         optional: a tuple of what the problem class requests, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales that
         `ProblemClass.descales` names, (entries, heads_kv) float32, then the gate of the result,
-        then what functions of the call read.
+        then what functions of the call read, then the block scales of k and v in NVFP4.
         """
         out, lse = results[:2]
-        of_q, of_kv = (HEAD_DIM * size // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes))
+        of_q, of_kv = (
+            int(HEAD_DIM * size) // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes)
+        )
         keys = (by_sequence(t, columns=of_kv) for t in (k, v))
         operands = by_sequence(q, columns=of_q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)
@@ -202,7 +205,7 @@ class ForwardCommon:
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * (2 * HEAD_DIM * self.kv_bytes),
+                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * int(2 * HEAD_DIM * self.kv_bytes),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
             )

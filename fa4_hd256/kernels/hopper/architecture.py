@@ -8,7 +8,7 @@ from ...architectures import named
 from ..backward.ds_tiles import DS_BLOCK
 from ..forward.tiles import ForwardTiles
 from ..kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
-from .decode.config import DECODE_E4M3
+from .decode.config import DECODE_E4M3, DECODE_NVFP4
 from .forward.config import DECODE, MASKED, ForwardConfig
 from .forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 
@@ -33,7 +33,7 @@ def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: boo
     keys take 2.4 % less a key than 64, but more of the last step may be waste.  Few page sizes
     share more than 16 rows with 80 keys.
     """
-    for config in (DECODE, MASKED, *DECODE_E4M3, E4M3, E4M3_COLUMNS):
+    for config in (DECODE, MASKED, *DECODE_E4M3, *DECODE_NVFP4, E4M3, E4M3_COLUMNS):
         if config.tiles == tiles:
             return config
     long, short = (-(-seqlen_k // keys) * keys for keys in (LONG.block_kv, MASKED.block_kv))
@@ -61,7 +61,7 @@ KERNELS = KernelSet(
         DECODE.tiles,
         LONG.tiles,
         MASKED.tiles,
-        *(config.tiles for config in DECODE_E4M3),
+        *(config.tiles for config in (*DECODE_E4M3, *DECODE_NVFP4)),
         E4M3.tiles,
         E4M3_COLUMNS.tiles,
     ),

@@ -22,10 +22,13 @@ import torch
 from cutlass import Float32, Int32
 
 from ..e4m3_codes import WORD_CODES, codes_of, scale_of
-from ..limits import HEAD_DIM, WARP_SIZE
-from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
+from ..limits import HEAD_DIM, NVFP4_BLOCK, WARP_SIZE
+from ..nvfp4_codes import quantized
+from ..problem_class import ELEMENT_TYPES, KV_DTYPES, NVFP4, OF_PAGES
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
+#: Lanes that have a block of NVFP4.
+BLOCK_LANES = NVFP4_BLOCK // LANE_COLUMNS
 #: The largest number of rows.
 LARGEST_COUNT = (1 << 31) - 1
 
@@ -54,7 +57,7 @@ class AppendClass:
     """Facts of a call that are compiled into the kernel that writes new rows to a cache.
 
     dtype: of the rows, and unless kv_dtype says otherwise of the cache. packed: rows are packed by
-    offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `KV_DTYPES`,
+    offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `CACHE_DTYPES`,
     which rows of another dtype are brought to; None for rows that are written as they are. descale:
     whose scales they are then divided by, as of `ProblemClass`. rotary: embedding of those of K
     before that, and of queries; None for none.
@@ -84,7 +87,9 @@ class AppendClass:
 
     @property
     def cache_columns(self) -> int:
-        return self.row_columns if self.kv_dtype is None else HEAD_DIM // 2
+        if self.kv_dtype is None:
+            return self.row_columns
+        return HEAD_DIM // (4 if self.kv_dtype == NVFP4 else 2)
 
 
 class RotaryTables(NamedTuple):
@@ -200,6 +205,7 @@ class AppendTables(NamedTuple):
     offsets: Any
     page_table: Any
     scales: Any
+    block_scales: Any
     rotary: Any
 
 
@@ -222,11 +228,16 @@ class AppendKernel:
     ) -> None:
         """caches: K and V, (batch or pages, rows of one, heads_kv, 256).  rows: new ones of both,
         (batch, rows, heads_kv, 256), packed ones with a batch of 1.  Tensors of e4m3 are given as
-        (.., 128) of a 16-bit type, two elements in each.  At least one row or query, and one
+        (.., 128) of a 16-bit type, two elements in each, of NVFP4 as (.., 64), their scales as
+        (.., 8).  At least one row or query, and one
         sequence."""
         own = self.problem_class
         caches = tuple(by_sequence(t, 16, own.cache_columns) for t in caches)
         rows = tuple(by_sequence(t, 16, own.row_columns) for t in rows)
+        if cutlass.const_expr(tables.block_scales is not None):
+            of_blocks = HEAD_DIM // NVFP4_BLOCK // 2
+            block_scales = tuple(by_sequence(t, 16, of_blocks) for t in tables.block_scales)
+            tables = tables._replace(block_scales=block_scales)
         of_warps = _rows_of(rows[0])
         if cutlass.const_expr(tables.rotary is not None):
             rotary = tables.rotary
@@ -282,9 +293,18 @@ class AppendKernel:
         if cutlass.const_expr(self.problem_class.descale):
             owner = to if self.problem_class.descale == OF_PAGES else sequence
             scales = [scale_of(scale, owner, head) for scale in tables.scales]
+        codes: list[Any] = []
+        if cutlass.const_expr(self.problem_class.kv_dtype == NVFP4):
+            # Lanes that share a block's scale exchange values, whether or not the row is stored.
+            codes = [self._quantized(*pair) for pair in zip(loaded, scales, strict=True)]
         if fits:
-            for cache, values, scale in zip(caches, loaded, scales, strict=True):
-                self._store(cache[place, None, head, to], values, scale)
+            for number, cache in enumerate(caches):
+                target = cache[place, None, head, to]
+                if cutlass.const_expr(self.problem_class.kv_dtype == NVFP4):
+                    of_blocks = tables.block_scales[number][place, None, head, to]
+                    self._store_nvfp4(target, of_blocks, codes[number])
+                else:
+                    self._store(target, loaded[number], scales[number])
 
     @cute.jit
     def _turn_query(self, tables: AppendTables, index: Int32) -> None:
@@ -349,6 +369,27 @@ class AppendKernel:
         if self.problem_class.kv_dtype is not None:
             values = self._rounded(row, values, scale)
         cute.autovec_copy(values, columns_of(row, cute.arch.lane_idx() * columns, columns))
+
+    def _quantized(self, values: cute.Tensor, scale: Float32) -> tuple[Int32, Int32]:
+        """Return (codes of this lane's columns, scales of two blocks, in lanes of a multiple of
+        4)."""
+        codes, block_scale = quantized([Float32(values[i]) for i in range(LANE_COLUMNS)], scale)
+        following = cute.arch.shuffle_sync_bfly(block_scale, offset=BLOCK_LANES)
+        return codes, block_scale | (following << 8)
+
+    @cute.jit
+    def _store_nvfp4(
+        self, row: cute.Tensor, block_scales: cute.Tensor, own: tuple[Int32, Int32]
+    ) -> None:
+        """Store this lane's codes, and its scales where they are two blocks'."""
+        lane, columns = cute.arch.lane_idx(), self.problem_class.cache_columns // WARP_SIZE
+        words = cute.make_rmem_tensor(2, Int32)
+        words[0], words[1] = own
+        elements = cute.recast_tensor(words, row.element_type)
+        for i in cutlass.range_constexpr(columns):
+            row[lane * columns + i] = elements[i]
+        if lane % (2 * BLOCK_LANES) == 0:
+            block_scales[lane // (2 * BLOCK_LANES)] = elements[columns]
 
     def _rounded(self, row: cute.Tensor, values: cute.Tensor, scale: Float32) -> cute.Tensor:
         """Values divided by a scale, in e4m3, as elements of the cache hold them."""

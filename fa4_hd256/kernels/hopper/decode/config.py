@@ -25,12 +25,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_decode, check_threshold
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, NVFP4_BLOCK
 from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
@@ -40,6 +38,7 @@ from ...plan.budgets import (
     common_regions,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
+from ...problem_class import E4M3, NVFP4
 
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 QK_PARTS = 4  # of the columns, by which K becomes f16 and is multiplied
@@ -129,6 +128,7 @@ class E4m3Config:
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by so much less
         `HEADROOM`.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
+    nvfp4: K and V are in NVFP4 (`nvfp4_fragments`), and their scales are loaded beside them.
     """
 
     rows: int = 16
@@ -138,6 +138,7 @@ class E4m3Config:
     rescale_threshold: float = 12.0
     warps: E4m3WarpPlan = field(default_factory=E4m3WarpPlan)
     ordered_tiles: bool = True
+    nvfp4: bool = False
 
     block_kv = BLOCK_KV
 
@@ -163,8 +164,9 @@ class E4m3Config:
     def tiles(self) -> ForwardTiles:
         return ForwardTiles(
             self.rows, self.rows, BLOCK_KV, 1, STEP_SECONDS[self.rows], LEAST_SAVED, self.rows,
-            PART_STEPS[self.rows], step_bytes=2 * self.tile_bytes, most_parts=64, pads=True,
-            kind="forward_decode_e4m3", kv_dtype=torch.float8_e4m3fn,
+            PART_STEPS[self.rows], step_bytes=2 * (self.tile_bytes + self.scale_bytes),
+            most_parts=64, pads=True, kind="forward_decode_e4m3",
+            kv_dtype=NVFP4 if self.nvfp4 else E4M3,
         )  # fmt: skip
 
     @property
@@ -183,9 +185,19 @@ class E4m3Config:
         return QK_PARTS if self.is_roomy else 2
 
     @property
+    def kv_bytes(self) -> float:
+        """An element of K or V."""
+        return 0.5 if self.nvfp4 else 1
+
+    @property
     def tile_bytes(self) -> int:
         """A K or a V tile."""
-        return BLOCK_KV * HEAD_DIM
+        return int(BLOCK_KV * HEAD_DIM * self.kv_bytes)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The scales of a tile."""
+        return BLOCK_KV * HEAD_DIM // NVFP4_BLOCK if self.nvfp4 else 0
 
     @property
     def q_bytes(self) -> int:
@@ -195,12 +207,16 @@ class E4m3Config:
     @property
     def smem(self) -> SmemPlan:
         warps, rows = len(self.warps.consumers), self.rows
-        of_rows = rows * FLOAT_BYTES
+        of_rows, scales = rows * FLOAT_BYTES, list[SmemRegion]()
+        if self.nvfp4:
+            text = "scales of 128 keys of K or V"
+            scales += [SmemRegion.operand("kv_scales", self.kv_stages, self.scale_bytes, text)]
         return SmemPlan(
             (
                 SmemRegion.operand(
                     "kv", self.kv_stages, self.tile_bytes, "128 keys x 256 columns of K or V"
                 ),
+                *scales,
                 SmemRegion.operand(
                     "q", self.q_stages, self.q_bytes, f"{rows} rows x 256, then in f16"
                 ),
@@ -218,7 +234,12 @@ class E4m3Config:
     @property
     def edges(self) -> EdgeTable:
         consumers, warps = len(self.warps.consumers), Signal.WARPS_CTA
-        loaded, role, arriving, tile_bytes = Signal.TMA_CTA, "load", 1, self.tile_bytes
+        loaded, role, arriving, tile_bytes = (
+            Signal.TMA_CTA,
+            "load",
+            1,
+            self.tile_bytes + self.scale_bytes,
+        )
         if self.warps.gather is not None:
             loaded, role, arriving = Signal.COPIES_CTA, "gather", len(self.warps.gather)
             tile_bytes = 0
@@ -244,8 +265,8 @@ class E4m3Config:
     def title(self) -> str:
         return (
             f"decode: {self.rows} query rows x {BLOCK_KV} keys per CTA and step, "
-            f"head_dim {HEAD_DIM}; K and V in e4m3; {self.ex2_pattern}; "
-            f"rescale threshold 2^{self.rescale_threshold:g}"
+            f"head_dim {HEAD_DIM}; K and V in {'NVFP4' if self.nvfp4 else 'e4m3'}; "
+            f"{self.ex2_pattern}; rescale threshold 2^{self.rescale_threshold:g}"
         )
 
 
@@ -254,4 +275,10 @@ DECODE_E4M3 = (
     E4m3Config(16),
     E4m3Config(32, kv_stages=5),
     E4m3Config(64, kv_stages=5, q_stages=1),
+)
+#: The same for NVFP4, whose tiles take half the room and their scales an eighth of that.
+DECODE_NVFP4 = (
+    E4m3Config(16, kv_stages=10, nvfp4=True),
+    E4m3Config(32, kv_stages=10, nvfp4=True),
+    E4m3Config(64, kv_stages=9, q_stages=1, nvfp4=True),
 )

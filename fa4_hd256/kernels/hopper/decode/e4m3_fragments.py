@@ -18,7 +18,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ...limits import WARP_SIZE
+from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ROW_BYTES
 from ..instructions import QUAD, WARPGROUP_THREADS
 from .config import BLOCK_KV, QK_PARTS
@@ -27,6 +27,9 @@ from .config import BLOCK_KV, QK_PARTS
 KEY_STEPS = (0, 8)
 WORD = 4  # bytes
 PIECE = 16  # bytes that a thread reads of K at once
+#: Columns of a row as 16-bit elements, and what results of MMAs are to be multiplied with.
+TILE_COLUMNS = HEAD_DIM // 2
+UNIT = 1.0
 ROW_WORDS = ROW_BYTES // WORD
 PIECE_WORDS = PIECE // WORD
 BLOCK_WORDS = BLOCK_KV * ROW_WORDS  # of 128 columns of a tile
@@ -38,10 +41,24 @@ def thread_key() -> Int32:
     return thread // WARP_SIZE * 16 + thread % WARP_SIZE // QUAD
 
 
-def read_keys(tiles: cute.Tensor, buffer: Int32) -> list[list[cute.Tensor]]:
+def query_pairs(lane: Int32) -> list[tuple[tuple[int, int], Int32]]:
+    """Return ((two of this lane's 8 elements of a row of Q), the column at which they are stored
+    next to each other): half of a piece of 16, thus of two slices; `config` NOTE [order of
+    columns]."""
+    piece, half = lane // 2, lane % 2
+    thread, first_slice = piece % 8 // 2, (piece // 8 * 2 + piece % 2) * 4 + 2 * half
+    found = []
+    for pair in range(4):
+        of_slice, upper = divmod(pair, 2)
+        column = (first_slice + of_slice) * 16 + 8 * upper + 2 * thread
+        found.append(((2 * pair, 2 * pair + 1), column))
+    return found
+
+
+def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[cute.Tensor]]:
     """Return this thread's words of a tile of K: a piece of each part of the columns and of both
-    rows.  tiles: the words of all buffers."""
-    thread = cute.arch.thread_idx()[0]
+    rows.  smem: buffers by name."""
+    thread, tiles = cute.arch.thread_idx()[0], smem["kv_words"]
     piece = (2 * (thread % QUAD)) ^ (thread % WARP_SIZE // QUAD)
     tile = buffer * (2 * BLOCK_WORDS) + thread_key() * ROW_WORDS
     pieces = [tile + ((piece ^ odd) * PIECE_WORDS) for odd in range(2)]
@@ -53,10 +70,10 @@ def read_keys(tiles: cute.Tensor, buffer: Int32) -> list[list[cute.Tensor]]:
     return loaded
 
 
-def read_values(tiles: cute.Tensor, buffer: Int32) -> list[list[Uint32]]:
-    """Return this thread's words of a tile of V, by eight keys and the two of each pair.  tiles:
-    the words of all buffers."""
-    thread = cute.arch.thread_idx()[0]
+def read_values(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[Uint32]]:
+    """Return this thread's words of a tile of V, by eight keys and the two of each pair.  smem:
+    buffers by name."""
+    thread, tiles = cute.arch.thread_idx()[0], smem["kv_words"]
     warpgroup, warp = thread // WARPGROUP_THREADS, thread // WARP_SIZE % 4
     quad, first_key = thread % WARP_SIZE // QUAD, thread % QUAD * 2
     piece = (2 * warp + quad // 4) ^ first_key

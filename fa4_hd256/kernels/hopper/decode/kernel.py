@@ -61,18 +61,11 @@ from ..instructions import (
     rows_of,
     wait,
 )
+from . import e4m3_fragments, nvfp4_fragments, nvfp4_scales
 from .config import BLOCK_KV, QK_PARTS, E4m3Config
 from .context import HopperE4m3DecodeContext
-from .e4m3_fragments import (
-    KEY_STEPS,
-    convert_keys,
-    convert_values,
-    read_keys,
-    read_values,
-    thread_key,
-)
+from .e4m3_fragments import KEY_STEPS, thread_key
 
-TILE_COLUMNS = HEAD_DIM // 2  # of K or V, whose bytes come in twos
 KEYS = len(KEY_STEPS)  # of a thread
 #: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key.
 P_CORE = 8
@@ -114,12 +107,13 @@ class DecodeE4m3Kernel(ForwardCommon):
     Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
     """
 
-    kv_bytes = 1
-
     def __init__(self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
         self.scheduler = scheduler
+        # How K and V lie in shared memory, and how they come to registers.
+        self.fragments: Any = nvfp4_fragments if config.nvfp4 else e4m3_fragments
+        self.kv_bytes = config.kv_bytes
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         self.softmax_warps = len(config.warps.consumers)
         self.softmax_threads = self.softmax_warps * WARP_SIZE
@@ -150,13 +144,14 @@ class DecodeE4m3Kernel(ForwardCommon):
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         load = cpasync.CopyBulkTensorTileG2SOp()
-        keys = load, BLOCK_KV, TILE_COLUMNS
+        keys = load, BLOCK_KV, self.fragments.TILE_COLUMNS
         boxes = (load, self.config.rows, HEAD_DIM), keys, keys
         q, k, v = (
             self.loaded_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
-        return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
+        found = ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
+        return nvfp4_scales.with_scales(self, found, load) if self.config.nvfp4 else found
 
     @cute.kernel
     def kernel(
@@ -230,13 +225,15 @@ class DecodeE4m3Kernel(ForwardCommon):
         buffers = {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
             "q_halves": memory.operand("q", rows, HEAD_DIM, config.q_stages, half),
-            "kv": memory.operand("kv", BLOCK_KV, TILE_COLUMNS, config.kv_stages),
+            "kv": memory.operand("kv", BLOCK_KV, self.fragments.TILE_COLUMNS, config.kv_stages),
             "kv_words": cute.make_tensor(memory.region("kv", Uint32, 1024), cute.make_layout(1)),
             "p_words": cute.make_tensor(memory.region("p", Uint32, 128), words),
         } | {
             name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
             for name, shape in shapes.items()
         }
+        if config.nvfp4:
+            buffers |= nvfp4_scales.buffers(memory, config.kv_stages)
         return buffers, cute.make_tensor(memory.region("p", half, 128), p_layout)
 
     # ------------------------------------------------------------------------------------- load
@@ -283,10 +280,13 @@ class DecodeE4m3Kernel(ForwardCommon):
         `first_kv_tile` counts them."""
         loaded = context.barriers["kv_loaded"]
         context.barriers["kv_free"].wait(state)
+        if cutlass.const_expr(self.config.nvfp4):
+            nvfp4_scales.load(self, context, name, work, position, state)
         if cutlass.const_expr(self.gathers):
             self.gather_kv(context, name, work, position, "kv", state)
         else:
-            loaded.expect_bytes(state)
+            if cutlass.const_expr(not self.config.nvfp4):
+                loaded.expect_bytes(state)
             keys, first_key = self.keys(context, work, position), self.first_key(position)
             place = keys, first_key, Int32(0), work.head // context.heads_per_kv
             target = loaded.pointer(state), state.index
@@ -312,19 +312,13 @@ class DecodeE4m3Kernel(ForwardCommon):
         elements: list[Float32],
         stage: Int32,
     ) -> None:
-        """Store this lane's 8 elements of a row: half of a piece of 16, thus of two slices;
-        `config` NOTE [order of columns]."""
-        lane = cute.arch.lane_idx()
-        piece, half = lane // 2, lane % 2
-        thread, first_slice = piece % 8 // 2, (piece // 8 * 2 + piece % 2) * 4 + 2 * half
+        """Store this lane's 8 elements of a row in the order of K's columns."""
         target = context.smem["q_halves"][row, None, stage]
-        for number in range(0, len(elements), 2):
+        for (first, second), column in self.fragments.query_pairs(cute.arch.lane_idx()):
             pair = cute.make_rmem_tensor(2, Float32)
-            pair[0], pair[1] = elements[number], elements[number + 1]
+            pair[0], pair[1] = elements[first], elements[second]
             rounded = cute.make_rmem_tensor(2, cutlass.Float16)
             rounded.store(pair.load().to(cutlass.Float16))
-            of_slice, upper = divmod(number // 2, 2)
-            column = (first_slice + of_slice) * 16 + 8 * upper + 2 * thread
             cute.autovec_copy(rounded, columns_of(target, column, 2))
 
     # ------------------------------------------------------------------------------------- tiles
@@ -408,7 +402,8 @@ class DecodeE4m3Kernel(ForwardCommon):
         context.barriers["q_loaded"].wait(state)
         self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
-        softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
+        sign = -1.0 if self.problem_class.negative_scale else 1.0
+        softmax.k_scale[0] = Float32(sign * self.fragments.UNIT)
         self.scales.enter(context, softmax, work, key)
         for accumulator in softmax.o:
             accumulator.fill(0.0)
@@ -434,11 +429,11 @@ class DecodeE4m3Kernel(ForwardCommon):
         scores, kv = self._issue_qk(context, softmax, kv)
         words, kv = self._load_values(context, kv)
         if self.config.is_roomy:
-            convert_values(words, softmax.values)
+            self.fragments.convert_values(words, softmax.values)
         wait(0)
         self._exponentiate(context, softmax, scores, keys)
         if not self.config.is_roomy:
-            convert_values(words, softmax.values)
+            self.fragments.convert_values(words, softmax.values)
         fence()
         for values, result in zip(softmax.values, softmax.o, strict=True):
             multiply(self.pv, result, values, context.p, True)
@@ -451,7 +446,7 @@ class DecodeE4m3Kernel(ForwardCommon):
     ) -> tuple[cute.Tensor, RingState]:
         """Issue S^T = K Q^T, part by part as K becomes f16; S."""
         context.barriers["kv_loaded"].wait(kv)
-        words = read_keys(context.smem["kv_words"], kv.index)
+        words = self.fragments.read_keys(context.smem, kv.index)
         context.barriers["kv_free"].arrive(kv)
         kv.advance()
         scores = self.qk.accumulator()
@@ -462,7 +457,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             buffer = softmax.keys[part % buffers]
             if part >= buffers:
                 wait(buffers - 1)
-            convert_keys(of_rows, buffer)
+            self.fragments.convert_keys(of_rows, buffer)
             fence()
             multiply(self.qk, scores, buffer, queries, part > 0, part * slices)
             if part == QK_PARTS - 1 or buffers < QK_PARTS:
@@ -471,9 +466,9 @@ class DecodeE4m3Kernel(ForwardCommon):
 
     def _load_values(
         self, context: HopperE4m3DecodeContext, kv: RingState
-    ) -> tuple[list[list[Uint32]], RingState]:
+    ) -> tuple[list[Any], RingState]:
         context.barriers["kv_loaded"].wait(kv)
-        words = read_values(context.smem["kv_words"], kv.index)
+        words = self.fragments.read_values(context.smem, kv.index)
         context.barriers["kv_free"].arrive(kv)
         kv.advance()
         return words, kv
@@ -517,7 +512,8 @@ class DecodeE4m3Kernel(ForwardCommon):
         """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
         factors = self._read(context.smem["factors"], softmax.stage[0])
-        if self.problem_class.descale or self.problem_class.negative_scale:
+        problem = self.problem_class
+        if problem.descale or problem.negative_scale or self.config.nvfp4:
             _multiply_all(factors, softmax.k_scale[0])
         k_scales: list = [None] * KEYS
         if self.scales.of_pages:
@@ -626,7 +622,10 @@ class DecodeE4m3Kernel(ForwardCommon):
             inverse, lse = softmax.finish(
                 total, context.smem["offsets"][row, 0], self.sink_log2(context, work, head)
             )
-            context.smem["inverses"][row, 0] = self.scales.scaled_inverse(softmax, inverse)
+            inverse = self.scales.scaled_inverse(softmax, inverse)
+            if cutlass.const_expr(self.config.nvfp4):
+                inverse = inverse * self.fragments.UNIT
+            context.smem["inverses"][row, 0] = inverse
             if exists:
                 self.store_lse(context, work, (query, head), softmax, lse)
         synchronise(self.softmax_threads)

@@ -12,6 +12,7 @@ from ...context import CLAIM_STEPS
 from ...proof.steps import (
     Act,
     Action,
+    Copy,
     Role,
     StepTable,
     When,
@@ -33,7 +34,7 @@ def decode_steps(config: E4m3Config) -> StepTable:
     one group where registers have room for all."""
     load = Role(
         "gather" if config.gathers else "load",
-        (Act((fill("kv", "K"), fill("kv", "V"))),),
+        (Act(tuple(fill("kv", *_copies(content, config.nvfp4)) for content in "KV")),),
         end=(wait_all("kv_free"),),
         claims=CLAIM_STEPS,
     )
@@ -43,8 +44,8 @@ def decode_steps(config: E4m3Config) -> StepTable:
         end=(wait_all("q_free"),),
     )
     products, uses = _products_of_k(QK_PARTS, config.part_buffers)
-    scores = (*_take("K"), *products)
-    values = (*_take("V"), done(0), *uses, multiply("PV"), done(0), touch("PV"))
+    scores = (*_take("K", config.nvfp4), *products)
+    values = (*_take("V", config.nvfp4), done(0), *uses, multiply("PV"), done(0), touch("PV"))
     consumers = Role(
         "consumers",
         (
@@ -53,7 +54,13 @@ def decode_steps(config: E4m3Config) -> StepTable:
         ),
         enter=(wait("q_loaded"),),
     )
-    return StepTable((loaded("kv"), loaded("q")), (load, queries, consumers))
+    regions = ("kv", "kv_scales") if config.nvfp4 else ()
+    return StepTable((loaded("kv", *regions), loaded("q")), (load, queries, consumers))
+
+
+def _copies(content: str, has_scales: bool) -> tuple[Copy | str, ...]:
+    """Return the copies of a tile of K or V, in NVFP4 with its scales."""
+    return (content, Copy(f"s{content}", "kv_scales")) if has_scales else (content,)
 
 
 def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
@@ -71,6 +78,7 @@ def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[
     return tuple(found), tuple(map(touch, names[-buffers:]))
 
 
-def _take(content: str) -> tuple[Action, ...]:
-    """A tile to registers."""
-    return wait("kv_loaded"), read("kv", content), arrive("kv_free")
+def _take(content: str, has_scales: bool) -> tuple[Action, ...]:
+    """A tile to registers, in NVFP4 with its scales."""
+    scales = (read("kv", f"s{content}"),) if has_scales else ()
+    return wait("kv_loaded"), read("kv", content), *scales, arrive("kv_free")

@@ -1,0 +1,81 @@
+"""Scales of K and V in NVFP4: to shared memory beside a tile, on the barrier of its codes.
+
+A row's scales are 16 bytes, and a tile's rows lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint16, Uint32
+
+from ....schedulers.protocol import WorkTile
+from ...forward.context import ForwardKernelTensors
+from ...limits import HEAD_DIM, NVFP4_BLOCK, WARP_SIZE
+from ...operands import SharedMemory
+from ...plan.edges import RingState
+from ...rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
+from ...rows.sequences import by_sequence
+from .config import BLOCK_KV
+from .context import HopperE4m3DecodeContext
+
+#: Scales of a row, as 16-bit elements.
+COLUMNS = HEAD_DIM // NVFP4_BLOCK // 2
+
+
+def with_scales(kernel: Any, tensors: ForwardKernelTensors, load: Any) -> ForwardKernelTensors:
+    """Return the tensors with the block scales as the kernel loads them.  load: its operation."""
+    given = tuple(tensors.optional)[-2:]
+    found = tuple(
+        kernel.loaded_tensor(name, by_sequence(scales, columns=COLUMNS), (load, BLOCK_KV, COLUMNS))
+        for name, scales in zip("kv", given, strict=True)
+    )
+    return tensors._replace(block_scales=found)
+
+
+def buffers(memory: SharedMemory, stages: int) -> dict[str, cute.Tensor]:
+    """Return the buffers of scales, by the names that loads and `nvfp4_fragments` have, and those
+    of codes by halves of words."""
+
+    def flat(region: str, element_type: Any) -> cute.Tensor:
+        return cute.make_tensor(memory.region(region, element_type, 1024), cute.make_layout(1))
+
+    return {
+        "kv_scales": memory.operand("kv_scales", BLOCK_KV, COLUMNS, stages),
+        "scale_words": flat("kv_scales", Uint32),
+        "kv_halves": flat("kv", Uint16),
+    }
+
+
+def load(
+    kernel: Any,
+    context: HopperE4m3DecodeContext,
+    name: str,
+    work: WorkTile,
+    position: Any,
+    state: RingState,
+) -> None:
+    """Begin the load of a tile of K or V, whose buffer is free, with its scales.  position: see
+    `DecodeE4m3Kernel._load_kv`."""
+    source, buffer = context.tensors.block_scales["kv".index(name)], context.smem["kv_scales"]
+    head = work.head // context.heads_per_kv
+    if kernel.gathers:
+        _copy_scales(source, buffer[None, None, state.index].iterator, position, head)
+        return
+    loaded = context.barriers["kv_loaded"]
+    loaded.expect_bytes(state)
+    place = kernel.keys(context, work, position), kernel.first_key(position), Int32(0), head
+    kernel.load_kv(source, buffer, place, (loaded.pointer(state), state.index))
+
+
+def _copy_scales(
+    source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32
+) -> None:
+    """Copy the scales of a warp's rows, each lane those of its own."""
+    for number, (page, row) in enumerate(tile.pairs):
+        origin = source[row, None, head, cutlass.max(page, 0)].iterator.toint()
+        place = tile.first_row + number * WARP_SIZE + cute.arch.lane_idx()
+        size = cutlass.select_(page == NO_PAGE, Int32(0), Int32(PIECE_BYTES))
+        copy_row(buffer.toint() + place * PIECE_BYTES, origin, size, 1, 0)

@@ -1,0 +1,280 @@
+"""Caches in NVFP4 against float64: masks, options, pages, new rows, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nvfp4_cases import Cache, PagedCache, accurate, dense
+from paged_cases import int32, offsets
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.problem_class import NVFP4
+from fa4_hd256.quantize import quantize_nvfp4
+from fa4_hd256.score_mods import alibi
+
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_90a")]
+
+
+def attend(q, cache, **options):
+    given = cache.options(len(q)) | options
+    return flash_attn_with_kvcache(q, *cache.codes, return_lse=True, **given)
+
+
+MASKS = [{}, {"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5)}]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled("1-{'causal': True}")
+def test_masks(mask, num_splits):
+    q, cache = dense(3, 333, (8, 2))
+    accurate(attend(q, cache, num_splits=num_splits, **mask), q, cache.values(), **mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({"softmax_scale": -0.1}, torch.float16), ({"softcap": 20.0, "causal": True}, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.sampled
+def test_options(options, dtype):
+    q, cache = dense(2, 260, (16, 2), dtype=dtype)
+    sink = torch.randn(16)
+    found = attend(q, cache, num_splits=2, learnable_sink=sink, **options)
+    accurate(found, q, cache.values(), learnable_sink=sink, **options)
+
+
+# Rows of a tile: 16, 32, 64; a group of 6, padded to 8; several tiles of queries, as in prefill.
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(1, (8, 1)), (4, (8, 1)), (3, (12, 2)), (8, (8, 1)), (70, (2, 2))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.sampled("4-(8, 1)")
+def test_rows_and_tiles(queries, heads):
+    q, cache = dense(queries, 290, heads, batch=1)
+    accurate(attend(q, cache, causal=True), q, cache.values(), causal=True)
+
+
+def check_paged(given, q, found, lengths_q=None, **options):
+    """found: (out, lse) of packed or other queries against the reference of each sequence."""
+    out, lse = found
+    starts = [0, *torch.tensor(lengths_q or []).cumsum(0).tolist()]
+    for row in range(len(given.paged.lengths)):
+        of = q[row : row + 1], out[row : row + 1], lse[row : row + 1]
+        if lengths_q:
+            rows = slice(starts[row], starts[row + 1])
+            of = q[rows][None], out[rows][None], lse[:, rows][None]
+        accurate(of[1:], of[0], given.keys(row), **options)
+
+
+# Boxes of a part of a page, of a page, of several; pages that divide no tile; gathered rows.
+@pytest.mark.parametrize(
+    ("page_size", "options"),
+    [(16, {"num_splits": 2}), (48, {"causal": True, "use_clc": True}),
+     (256, {"window_size": (90, 0)}), (1, {"num_splits": 2}), (5, {"causal": True}),
+     (8, {"window_size": (90, 0)})],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.sampled("16-{'num_splits': 2}", "5-{'causal': True}")
+def test_pages(page_size, options):
+    """Rows and pages that nobody has are NaN."""
+    given = PagedCache.of((700, 0, 130, 1), page_size, 2)
+    q = torch.randn(4, 2, 8, 256).bfloat16()
+    found = flash_attn_with_kvcache(
+        q, *given.cache.codes, return_lse=True, **given.options, **options
+    )
+    masks = {name: options[name] for name in options if name in ("causal", "window_size")}
+    check_paged(given, q, found, **masks)
+
+
+@pytest.mark.sampled
+def test_chunks_of_prompts_and_decoding_in_one_batch():
+    given, lengths = PagedCache.of((200, 333, 90), 32, 1), [40, 1, 90]
+    q = torch.randn(sum(lengths), 4, 256).bfloat16()
+    found = flash_attn_with_kvcache(
+        q, *given.cache.codes, causal=True, cu_seqlens_q=offsets(lengths), max_seqlen_q=90,
+        return_lse=True, **given.options,
+    )  # fmt: skip
+    check_paged(given, q, found, lengths, causal=True)
+
+
+@pytest.mark.sampled
+def test_codes_and_scales_of_a_page_lie_together():
+    """A page as vLLM has it: codes of K, scales of K, codes of V, scales of V."""
+    given, heads, size = PagedCache.of((300, 90), 32, 2), 2, 32
+    pages, codes_bytes, scale_bytes = len(given.paged.k), size * heads * 128, size * heads * 16
+    whole = torch.zeros(pages, 2 * (codes_bytes + scale_bytes), dtype=torch.uint8)
+    views, begin = [], 0
+    for tensor, count in zip(
+        (given.cache.codes[0], given.cache.block_scales[0], given.cache.codes[1],
+         given.cache.block_scales[1]), 2 * (codes_bytes, scale_bytes),
+    ):  # fmt: skip
+        view = whole[:, begin : begin + count].unflatten(1, (size, heads, -1))
+        view.copy_(tensor.view(torch.uint8))
+        views.append(view.view(tensor.dtype))
+        begin += count
+    cache = Cache((views[0], views[2]), (views[1], views[3]), given.cache.scales)
+    same = PagedCache(given.paged, cache)
+    q = torch.randn(2, 1, 8, 256).bfloat16()
+    found = flash_attn_with_kvcache(q, *cache.codes, return_lse=True, **same.options)
+    check_paged(given, q, found)
+
+
+@pytest.mark.sampled
+def test_every_code_and_scale_is_exact():
+    """One key alone: its V comes through, whatever codes and scales it has."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 1).reshape(2, 1, 2, 128)
+    scales = torch.arange(64, dtype=torch.uint8).reshape(2, 1, 2, 16)
+    scales[1] += 63
+    block_scales = scales.view(torch.float8_e4m3fn)
+    one = torch.ones(2)
+    cache = Cache((codes, codes), (block_scales, block_scales), (one, one))
+    out, _ = attend(torch.zeros(2, 1, 2, 256).half(), cache)
+    wanted = cache.values()[1].reshape(2, 1, 2, 256)
+    assert torch.equal(out.double(), wanted)
+
+
+@pytest.mark.sampled
+def test_scheduler_metadata():
+    lengths = int32([700, 60])
+    q, cache = dense(1, 700, (8, 1))
+    metadata = get_scheduler_metadata(lengths, 1, 700, 8, 1, kv_dtype=NVFP4)
+    found = attend(q, cache, cache_seqlens=lengths, scheduler_metadata=metadata)
+    for b, length in enumerate(lengths.tolist()):
+        values = [t[b : b + 1, :length] for t in cache.values()]
+        accurate([t[b : b + 1] for t in found], q[b : b + 1], values)
+
+
+# ---------------------------------------------------------------- new rows
+
+LENGTHS, NEW, ROWS = [0, 21, 59], 3, 64
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.sampled("True")
+def test_new_rows_are_quantized(paged):
+    """Codes and scales are those of `quantize_nvfp4`, and no other byte changes."""
+    q, cache = dense(NEW, ROWS, (4, 2), batch=3)
+    k, v = (torch.randn(3, NEW, 2, 256).bfloat16() for _ in "kv")
+    k[0, 0, 0, :3], k[0, 1, 1, 20] = torch.tensor([1e4, -1e4, 448.0]), torch.inf
+    v[1, 0, 0, :16], v[2, 2, 1, 40] = 1e-6, torch.nan
+    codes, block_scales, options = cache.codes, cache.block_scales, cache.options(3)
+    places = [(b, LENGTHS[b] + i) for b in range(3) for i in range(NEW)]
+    if paged:
+        codes, block_scales = (
+            tuple(t.reshape(12, 16, 2, -1) for t in both) for both in (codes, block_scales)
+        )
+        table = torch.randperm(12).reshape(3, 4).int()
+        places = [(int(table[b, row // 16]), row % 16) for b, row in places]
+        options |= {"page_table": table, "k_block_scale": block_scales[0],
+                    "v_block_scale": block_scales[1]}  # fmt: skip
+    before = [t.view(torch.uint8).clone() for t in (*codes, *block_scales)]
+    flash_attn_with_kvcache(q, *codes, k, v, cache_seqlens=int32(LENGTHS), causal=True, **options)
+    quantized = [quantize_nvfp4(*one) for one in zip((k, v), cache.scales)]
+    new = [both[which] for which in range(2) for both in quantized]
+    for tensor, old, rows in zip((*codes, *block_scales), before, new):
+        for place, row in zip(places, rows.view(torch.uint8).flatten(0, 1)):
+            old[place] = row
+        assert torch.equal(tensor.view(torch.uint8), old)
+
+
+@pytest.mark.sampled
+def test_the_attention_is_of_new_rows_too():
+    q, cache = dense(NEW, ROWS, (4, 1), batch=3)
+    k, v = (torch.randn(3, NEW, 1, 256).bfloat16() for _ in "kv")
+    found = attend(q, cache, k=k, v=v, cache_seqlens=int32(LENGTHS), causal=True)
+    for b, length in enumerate(LENGTHS):
+        values = [t[b : b + 1, : length + NEW] for t in cache.values()]
+        accurate([t[b : b + 1] for t in found], q[b : b + 1], values, causal=True)
+
+
+# ---------------------------------------------------------------- bits and findings
+
+
+def config_of(architecture, rows):
+    """The configuration of tiles of so many rows."""
+    kernels = kernels_of(named(architecture))
+    tiles = next(t for t in kernels.forward_tiles(kv_dtype=NVFP4) if t.rows == rows)
+    return kernels.tuned(tiles, False, 1, "", False)
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.sampled
+def test_no_findings(use_clc, seed, rows, sanitize, architecture):
+    """The sanitizer has none, and both schedulers give the same bits."""
+    sanitize(seed, clusters=2)
+    given, q = PagedCache.of((300, 0, 200), 64, 1), torch.randn(3, 2, 8, 256).bfloat16()
+    config = config_of(architecture, rows)
+    for num_splits in (1, 3):
+        found = [
+            flash_attn_with_kvcache(
+                q, *given.cache.codes, causal=True, num_splits=num_splits, use_clc=clc,
+                config=config, **given.options,
+            )
+            for clc in {False, use_clc}
+        ]  # fmt: skip
+        assert all(torch.equal(found[0], one) for one in found)
+    for report in sm100_sim.last_reports()[-2:]:
+        assert report.findings == []
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled
+def test_no_findings_in_gathered_and_new_rows(seed, sanitize):
+    sanitize(seed, clusters=2)
+    given, q = PagedCache.of((300, 0, 200), 10, 1), torch.randn(3, 2, 8, 256).bfloat16()
+    k, v = (torch.randn(3, 2, 1, 256).bfloat16() for _ in "kv")
+    table = given.paged.table.clone()
+    table[1, 0] = next(p for p in range(len(given.paged.k)) if p not in table)
+    options = given.options | {"page_table": table, "cache_seqlens": int32([298, 0, 198])}
+    flash_attn_with_kvcache(q, *given.cache.codes, k, v, causal=True, **options)
+    for report in sm100_sim.last_reports()[-2:]:
+        assert report.findings == []
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [({"k_block_scale": None}, ValueError,
+      r"NVFP4, without k_block_scale; accepted: .*\(2, 9, 1, 16\)"),
+     ({"v_block_scale": torch.ones(2, 9, 1, 16)}, TypeError,
+      "v_block_scale has dtype torch.float32; accepted: torch.float8_e4m3fn"),
+     ({"v_block_scale": torch.ones(2, 9, 1, 8).to(torch.float8_e4m3fn)}, ValueError,
+      r"v_block_scale has shape \(2, 9, 1, 8\); accepted: .*\(2, 9, 1, 16\)"),
+     ({"v_block_scale": 1.0}, TypeError, "v_block_scale must be a float8_e4m3fn tensor"),
+     ({"k_descale": torch.ones(1)}, ValueError, "k_descale given alone"),
+     ({"score_mod": alibi(torch.ones(4))}, NotImplementedError, "uint8 with a score_mod")],
+    ids=str,
+)  # fmt: skip
+def test_what_is_refused(change, error, message):
+    q, cache = dense(1, 9, (4, 1))
+    scales = dict(zip(("k_block_scale", "v_block_scale"), cache.block_scales))
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(q, *cache.codes, **scales | change)
+
+
+def test_other_shapes_dtypes_and_functions_are_refused():
+    q, cache = dense(1, 9, (4, 1))
+    scales = cache.options(2)
+    with pytest.raises(ValueError, match="k has head_dim 64.*accepted: 128 only"):
+        flash_attn_with_kvcache(q, *(t[..., :64].contiguous() for t in cache.codes), **scales)
+    with pytest.raises(ValueError, match="NVFP4, without k_block_scale; accepted: flash_attn_with"):
+        flash_attn_func(q, *cache.codes)
+    with pytest.raises(ValueError, match="k_block_scale given with k and v of torch.bfloat16"):
+        flash_attn_with_kvcache(q, q, q, k_block_scale=cache.block_scales[0])
+    with pytest.raises(TypeError, match="q has dtype torch.uint8"):
+        flash_attn_with_kvcache(q.view(torch.uint8)[..., :256], *cache.codes, **scales)
+    new = torch.zeros(2, 1, 1, 128, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match=r"k has shape \(2, 1, 1, 128\); accepted: \(2, any, 1, 256"
+    ):
+        flash_attn_with_kvcache(q, *cache.codes, new, new, cache_seqlens=3, **scales)
+    with pytest.raises(NotImplementedError, match="q requires gradients"):
+        flash_attn_with_kvcache(q.clone().requires_grad_(), *cache.codes, **scales)
