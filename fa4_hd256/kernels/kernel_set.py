@@ -158,6 +158,8 @@ class KernelSet:
         tiles = tuple(t for t in self.forwards if (t.q_dtype, t.kv_dtype) == (q_dtype, kv_dtype))
         if not tiles:
             accepted = "q, k and v" if q_dtype is None else "q"
+            if kv_dtype == torch.uint8:
+                accepted = "a cache in torch.float8_e4m3fn, or one"
             raise NotImplementedError(
                 f"{_dtypes(q_dtype, kv_dtype)}, which {self.architecture.name}, "
                 f"{self.architecture.describe()}, has no kernel for: not yet offered there; "
@@ -192,7 +194,8 @@ def _dtypes(q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None) -> str:
     """Return dtypes of q, k and v in words. The arguments are those of `forward_tiles`."""
     if q_dtype is not None:
         return f"q, k and v of the dtype {q_dtype}"
-    return f"k and v of the dtype {kv_dtype or 'that of q'}"
+    of_codes = " (NVFP4)" if kv_dtype == torch.uint8 else ""
+    return f"k and v of the dtype {kv_dtype or 'that of q'}{of_codes}"
 
 
 @functools.cache

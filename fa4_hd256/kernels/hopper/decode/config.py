@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_decode, check_threshold
@@ -38,7 +40,6 @@ from ...plan.budgets import (
     common_regions,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from ...problem_class import E4M3, NVFP4
 
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 QK_PARTS = 4  # of the columns, by which K becomes f16 and is multiplied
@@ -166,7 +167,7 @@ class E4m3Config:
             self.rows, self.rows, BLOCK_KV, 1, STEP_SECONDS[self.rows], LEAST_SAVED, self.rows,
             PART_STEPS[self.rows], step_bytes=2 * (self.tile_bytes + self.scale_bytes),
             most_parts=64, pads=True, kind="forward_decode_e4m3",
-            kv_dtype=NVFP4 if self.nvfp4 else E4M3,
+            kv_dtype=torch.uint8 if self.nvfp4 else torch.float8_e4m3fn,
         )  # fmt: skip
 
     @property
@@ -188,6 +189,13 @@ class E4m3Config:
     def kv_bytes(self) -> float:
         """An element of K or V."""
         return 0.5 if self.nvfp4 else 1
+
+    @property
+    def value_parts(self) -> int:
+        """Parts of V's keys: one becomes f16 while the one before is multiplied."""
+        if not self.nvfp4:
+            return 1
+        return 2 if self.is_roomy else 4
 
     @property
     def tile_bytes(self) -> int:

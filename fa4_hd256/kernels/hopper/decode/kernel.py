@@ -74,12 +74,13 @@ P_CORE = 8
 class KeyFragments(ScaledSoftmax):
     """The softmax of a thread's keys and rows, and what else it works on in registers.
 
-    keys, values: A of the parts of QK and of both PV.  o: both accumulators, 64 of the columns x
-    rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the sign of the scale.
+    keys, values: A of the parts of QK, and of both PV by parts of the keys.  o: both accumulators,
+    64 of the columns x rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the
+    sign of the scale.
     """
 
     keys: list[cute.Tensor]
-    values: list[cute.Tensor]
+    values: list[list[cute.Tensor]]
     o: list[cute.Tensor]
     stage: cute.Tensor
     k_scale: cute.Tensor
@@ -232,8 +233,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
             for name, shape in shapes.items()
         }
-        if config.nvfp4:
-            buffers |= nvfp4_scales.buffers(memory, config.kv_stages)
+        buffers |= nvfp4_scales.buffers(memory, config)
         return buffers, cute.make_tensor(memory.region("p", half, 128), p_layout)
 
     # ------------------------------------------------------------------------------------- load
@@ -280,13 +280,10 @@ class DecodeE4m3Kernel(ForwardCommon):
         `first_kv_tile` counts them."""
         loaded = context.barriers["kv_loaded"]
         context.barriers["kv_free"].wait(state)
-        if cutlass.const_expr(self.config.nvfp4):
-            nvfp4_scales.load(self, context, name, work, position, state)
+        nvfp4_scales.begin_load(self, context, name, work, position, state)
         if cutlass.const_expr(self.gathers):
             self.gather_kv(context, name, work, position, "kv", state)
         else:
-            if cutlass.const_expr(not self.config.nvfp4):
-                loaded.expect_bytes(state)
             keys, first_key = self.keys(context, work, position), self.first_key(position)
             place = keys, first_key, Int32(0), work.head // context.heads_per_kv
             target = loaded.pointer(state), state.index
@@ -378,7 +375,9 @@ class DecodeE4m3Kernel(ForwardCommon):
         self.scales.allocate(softmax)
         buffers = range(config.part_buffers)
         softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]
-        softmax.values = [self.pv.a_fragment(BLOCK_KV) for _ in range(2)]
+        parts = config.value_parts
+        of_part = BLOCK_KV // parts
+        softmax.values = [[self.pv.a_fragment(of_part) for _ in range(2)] for _ in range(parts)]
         softmax.o = [self.pv.accumulator() for _ in range(2)]
         softmax.stage = cute.make_rmem_tensor(1, Int32)
         softmax.k_scale = cute.make_rmem_tensor(1, Float32)
@@ -429,15 +428,18 @@ class DecodeE4m3Kernel(ForwardCommon):
         scores, kv = self._issue_qk(context, softmax, kv)
         words, kv = self._load_values(context, kv)
         if self.config.is_roomy:
-            self.fragments.convert_values(words, softmax.values)
+            self.fragments.convert_values(words[0], softmax.values[0])
         wait(0)
         self._exponentiate(context, softmax, scores, keys)
-        if not self.config.is_roomy:
-            self.fragments.convert_values(words, softmax.values)
-        fence()
-        for values, result in zip(softmax.values, softmax.o, strict=True):
-            multiply(self.pv, result, values, context.p, True)
-        commit()
+        slices = BLOCK_KV // 16 // self.config.value_parts
+        for part, operands in enumerate(softmax.values):
+            # The tensor core has the part before, if there is one.
+            if part > 0 or not self.config.is_roomy:
+                self.fragments.convert_values(words[part], operands)
+            fence()
+            for values, result in zip(operands, softmax.o, strict=True):
+                multiply(self.pv, result, values, context.p, True, part * slices)
+            commit()
         wait(0)
         return kv
 
@@ -469,9 +471,10 @@ class DecodeE4m3Kernel(ForwardCommon):
     ) -> tuple[list[Any], RingState]:
         context.barriers["kv_loaded"].wait(kv)
         words = self.fragments.read_values(context.smem, kv.index)
+        count = len(words) // self.config.value_parts
         context.barriers["kv_free"].arrive(kv)
         kv.advance()
-        return words, kv
+        return [words[i : i + count] for i in range(0, len(words), count)], kv
 
     # ----------------------------------------------------------------------------------- softmax
 
@@ -512,8 +515,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
         factors = self._read(context.smem["factors"], softmax.stage[0])
-        problem = self.problem_class
-        if problem.descale or problem.negative_scale or self.config.nvfp4:
+        if self.config.nvfp4 or self.problem_class.descale or self.problem_class.negative_scale:
             _multiply_all(factors, softmax.k_scale[0])
         k_scales: list = [None] * KEYS
         if self.scales.of_pages:

@@ -18,7 +18,7 @@ from ...operands import SharedMemory
 from ...plan.edges import RingState
 from ...rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
 from ...rows.sequences import by_sequence
-from .config import BLOCK_KV
+from .config import BLOCK_KV, E4m3Config
 from .context import HopperE4m3DecodeContext
 
 #: Scales of a row, as 16-bit elements.
@@ -35,21 +35,23 @@ def with_scales(kernel: Any, tensors: ForwardKernelTensors, load: Any) -> Forwar
     return tensors._replace(block_scales=found)
 
 
-def buffers(memory: SharedMemory, stages: int) -> dict[str, cute.Tensor]:
+def buffers(memory: SharedMemory, config: E4m3Config) -> dict[str, cute.Tensor]:
     """Return the buffers of scales, by the names that loads and `nvfp4_fragments` have, and those
-    of codes by halves of words."""
+    of codes by halves of words; none of other types."""
 
     def flat(region: str, element_type: Any) -> cute.Tensor:
         return cute.make_tensor(memory.region(region, element_type, 1024), cute.make_layout(1))
 
+    if not config.nvfp4:
+        return {}
     return {
-        "kv_scales": memory.operand("kv_scales", BLOCK_KV, COLUMNS, stages),
+        "kv_scales": memory.operand("kv_scales", BLOCK_KV, COLUMNS, config.kv_stages),
         "scale_words": flat("kv_scales", Uint32),
         "kv_halves": flat("kv", Uint16),
     }
 
 
-def load(
+def begin_load(
     kernel: Any,
     context: HopperE4m3DecodeContext,
     name: str,
@@ -57,15 +59,17 @@ def load(
     position: Any,
     state: RingState,
 ) -> None:
-    """Begin the load of a tile of K or V, whose buffer is free, with its scales.  position: see
-    `DecodeE4m3Kernel._load_kv`."""
+    """Begin the load of a tile of K or V, whose buffer is free: expect its bytes where TMA loads
+    it, and in NVFP4 load its scales.  position: see `DecodeE4m3Kernel._load_kv`."""
+    loaded, head = context.barriers["kv_loaded"], work.head // context.heads_per_kv
+    if not kernel.gathers:
+        loaded.expect_bytes(state)
+    if not kernel.config.nvfp4:
+        return
     source, buffer = context.tensors.block_scales["kv".index(name)], context.smem["kv_scales"]
-    head = work.head // context.heads_per_kv
     if kernel.gathers:
         _copy_scales(source, buffer[None, None, state.index].iterator, position, head)
         return
-    loaded = context.barriers["kv_loaded"]
-    loaded.expect_bytes(state)
     place = kernel.keys(context, work, position), kernel.first_key(position), Int32(0), head
     kernel.load_kv(source, buffer, place, (loaded.pointer(state), state.index))
 

@@ -45,7 +45,16 @@ def decode_steps(config: E4m3Config) -> StepTable:
     )
     products, uses = _products_of_k(QK_PARTS, config.part_buffers)
     scores = (*_take("K", config.nvfp4), *products)
-    values = (*_take("V", config.nvfp4), done(0), *uses, multiply("PV"), done(0), touch("PV"))
+    parts = config.value_parts
+    names = ["PV"] if parts == 1 else [f"PV{part}" for part in range(parts)]
+    values = (
+        *_take("V", config.nvfp4),
+        done(0),
+        *uses,
+        *map(multiply, names),
+        done(0),
+        *map(touch, names),
+    )
     consumers = Role(
         "consumers",
         (
