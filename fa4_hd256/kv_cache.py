@@ -29,7 +29,8 @@ from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.kernel_functions import SCORE_MOD
-from .kernels.problem_class import BLOCK_SCALES, DESCALES, result_dtypes
+from .kernels.nvfp4_format import BLOCK_SCALES
+from .kernels.problem_class import DESCALES, result_dtypes
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .ops.operators import WRITTEN_PLACES, forward_kvcache
 from .run.append import plan_cache

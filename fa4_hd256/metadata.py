@@ -20,7 +20,8 @@ from .call.packed_ds import (
 from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
 from .gpus.devices import gpu_of, is_captured
-from .kernels.problem_class import BLOCK_SCALES, CACHE_DTYPES, E4M3, KV_DTYPES, NVFP4
+from .kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4
+from .kernels.problem_class import E4M3, KV_DTYPES
 from .words import shown
 
 

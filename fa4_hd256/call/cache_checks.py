@@ -14,13 +14,8 @@ import torch
 
 from .. import environment
 from ..kernels.limits import HEAD_DIM
-from ..kernels.problem_class import (
-    BLOCK_SCALES,
-    CACHE_DTYPES,
-    KV_DTYPES,
-    NVFP4,
-    result_dtypes,
-)
+from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4
+from ..kernels.problem_class import KV_DTYPES, result_dtypes
 from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE
 from ..words import shown
 from . import checks, memory

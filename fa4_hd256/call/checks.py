@@ -31,16 +31,8 @@ from ..kernels.mask.block_mask import (
     STEP_WORDS,
 )
 from ..kernels.mask.windows import Reach, Window
-from ..kernels.problem_class import (
-    BLOCK_SCALES,
-    CACHE_DTYPES,
-    DESCALES,
-    ELEMENT_TYPES,
-    KV_DTYPES,
-    NVFP4,
-    OUT_GATE,
-    result_dtypes,
-)
+from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4
+from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES, OUT_GATE, result_dtypes
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,

@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.limits import NVFP4_BLOCK
+from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4, NVFP4_BLOCK
 from ..kernels.problem_class import (
-    BLOCK_SCALES,
-    CACHE_DTYPES,
     DESCALES,
     E4M3,
     KV_DESCALES,
     KV_DTYPES,
-    NVFP4,
     OF_PAGES,
     OF_SEQUENCES,
     Q_DESCALE,

@@ -16,9 +16,8 @@ from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from ..kernels.kernel_set import KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
+from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, block_scales_of
 from ..kernels.problem_class import (
-    BLOCK_SCALES,
-    CACHE_DTYPES,
     DESCALES,
     GATE_OF_ELEMENTS,
     GATE_OF_HEADS,
@@ -290,7 +289,7 @@ class Problem:
         """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
         # With split keys the combining kernel has it.
         gate = (OUT_GATE,) if self.out_gate and self.num_splits == 1 else ()
-        own = self.problem_class.block_scales
+        own = block_scales_of(self.kv_dtype)
         return *self.ragged, *self.scales, *gate, *self.function_tensors, *own
 
     @property

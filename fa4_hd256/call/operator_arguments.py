@@ -16,7 +16,8 @@ import torch
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_GRADIENTS
-from ..kernels.problem_class import BLOCK_SCALES, DESCALES, OUT_GATE
+from ..kernels.nvfp4_format import BLOCK_SCALES
+from ..kernels.problem_class import DESCALES, OUT_GATE
 from ..kernels.rows.sequences import DS_BEGINS, SequenceTensors
 
 #: Tensors that say where rows of sequences lie and which are seen: lengths, pages, scheduler

@@ -7,11 +7,6 @@ HEAD_DIM = 256
 ELEMENT_BYTES = 2  # of bfloat16 and float16
 FLOAT_BYTES = 4
 
-#: Elements of a row in NVFP4 that share a scale, and the largest absolute values of e2m1, which
-#: codes are in, and of e4m3, which scales are in.
-NVFP4_BLOCK = 16
-E2M1_LARGEST, E4M3_LARGEST = 6.0, 448.0
-
 #: Pages of a multiple of so many rows are loaded by boxes: whole atoms of the 128-byte swizzle (8
 #: rows), few boxes per tile.  Rows of other pages are gathered (`rows.gathered`).
 PAGE_MULTIPLE = 16

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .e4m3_codes import codes_of
-from .limits import E2M1_LARGEST
+from .nvfp4_format import E2M1_LARGEST
 
 CODE_BITS = 4
 #: Between two neighbours of e2m1: the midpoint, and whether it goes to the upper one, whose code is

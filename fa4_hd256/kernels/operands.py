@@ -38,11 +38,10 @@ class TmaTensor(NamedTuple):
 
 
 def smem_layout(rows: int, columns: int, stages: int) -> Any:
-    """rows x columns x stages of a 16-bit type: the layout of the module's docstring; rows of fewer
-    columns than a block's lie one behind the other, not swizzled."""
+    """rows x columns x stages of a 16-bit type: the layout of the module's docstring."""
     # Bits 4 to 6 of an address, which of a row's 8 pieces of 16 bytes, are exchanged by the row's.
     swizzle = cute.make_swizzle(3 if columns >= BLOCK_COLUMNS else 0, 4, 3)
-    of_atom = min(columns, BLOCK_COLUMNS)
+    of_atom = min(columns, BLOCK_COLUMNS)  # rows of fewer lie one behind the other
     rows_of_atom = cute.make_layout((ATOM_ROWS, of_atom), stride=(of_atom, 1))
     atom = cute.make_composed_layout(swizzle, 0, rows_of_atom)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))

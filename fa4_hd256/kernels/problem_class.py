@@ -25,10 +25,6 @@ ELEMENT_TYPES: dict[torch.dtype, Any] = {
 #: Dtypes of k and v beside those above, and then of q, too.
 E4M3 = torch.float8_e4m3fn
 KV_DTYPES = (E4M3,)
-#: Dtype of the codes of k and v in NVFP4, two e2m1 in a byte: of KV caches alone.
-NVFP4 = torch.uint8
-#: Dtypes of k and v whose bytes kernels take in twos.
-CACHE_DTYPES = (*KV_DTYPES, NVFP4)
 
 
 def result_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -43,9 +39,6 @@ Q_DESCALE = "q_descale"
 KV_DESCALES = ("k_descale", "v_descale")
 DESCALES = (Q_DESCALE, *KV_DESCALES)
 OF_SEQUENCES, OF_PAGES = "sequences", "pages"
-#: Scales in e4m3 of 16 elements each of k and v in NVFP4, (.., 16); the scales above are then the
-#: global ones.
-BLOCK_SCALES = ("k_block_scale", "v_block_scale")
 
 #: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
 OUT_GATE = "out_gate"
@@ -74,23 +67,22 @@ class ProblemClass:
     gradients.
 
     dtype: of out, unless q_dtype says otherwise of q, and unless kv_dtype does of k and v.
-    bounded_left, bounded_right: sides
-    on which the mask bounds the visible keys; causal bounds the right one. negative_scale: the
-    softmax scale is; the tensor core then negates Q K^T, and the scale passed in is its absolute
-    value. softcap: scores pass through softcap * tanh(. / softcap). sink: each head has one.
-    ragged: which fields of `sequences.SequenceTensors` are given, in their order. use_clc: the
-    dynamic tile scheduler. packed_heads: query heads of a KV head whose rows share the forward's
-    query tiles; 1, or all of them. split: the forward's keys are split. fixed_parts: into splits of
-    so many keys; a sequence fills as many as it can, instead of so many equal splits. page_size:
-    rows of a page of keys and values, `ANY_PAGE` where rows are gathered; None where they lie in no
-    pages. kv_dtype: of `CACHE_DTYPES`;
-    None for that of q. descale: whose scales q in e4m3, k and v have, `OF_SEQUENCES` or `OF_PAGES`;
-    empty for none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is
-    seen of listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32.
-    max_logits: the forward writes the greatest score of each query (`online`, `largest`).
-    hides_rows: a negative bound hides rows at the end of each sequence (`windows`). out_gate: what
-    has a value of the gate of the result, empty for none, and with split keys, whose combining
-    kernel has it. q_dtype: of `KV_DTYPES`, which k and v have then, too; None for `dtype`.
+    bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
+    right one. negative_scale: the softmax scale is; the tensor core then negates Q K^T, and the
+    scale passed in is its absolute value. softcap: scores pass through softcap * tanh(. / softcap).
+    sink: each head has one. ragged: which fields of `sequences.SequenceTensors` are given, in their
+    order. use_clc: the dynamic tile scheduler. packed_heads: query heads of a KV head whose rows
+    share the forward's query tiles; 1, or all of them. split: the forward's keys are split.
+    fixed_parts: into splits of so many keys; a sequence fills as many as it can, instead of so many
+    equal splits. page_size: rows of a page of keys and values, `ANY_PAGE` where rows are gathered;
+    None where they lie in no pages. kv_dtype: of `CACHE_DTYPES` of `nvfp4_format`; None for that of
+    q. descale: whose scales q in e4m3, k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty for none.
+    score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of listed
+    tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits: the
+    forward writes the greatest score of each query (`online`, `largest`). hides_rows: a negative
+    bound hides rows at the end of each sequence (`windows`). out_gate: what has a value of the gate
+    of the result, empty for none, and with split keys, whose combining kernel has it. q_dtype: of
+    `KV_DTYPES`, which k and v have then, too; None for `dtype`.
     """
 
     dtype: torch.dtype
@@ -125,12 +117,6 @@ class ProblemClass:
         if not self.descale:
             return ()
         return KV_DESCALES if self.q_dtype is None else DESCALES
-
-    @property
-    def block_scales(self) -> tuple[str, ...]:
-        """Return the names of the scales of NVFP4 that the kernel gets, behind all other tensors
-        but memory for V^T."""
-        return BLOCK_SCALES if self.kv_dtype == NVFP4 else ()
 
     @property
     def mask(self) -> MaskKind:

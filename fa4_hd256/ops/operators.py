@@ -24,7 +24,8 @@ from ..call.operator_arguments import (
     forward_arguments,
     schema_of,
 )
-from ..kernels.problem_class import BLOCK_SCALES, result_dtypes
+from ..kernels.nvfp4_format import BLOCK_SCALES
+from ..kernels.problem_class import result_dtypes
 from ..package_name import NAMESPACE
 from ..private_torch import DispatchKey, excluding
 from ..run.append import plan_cache

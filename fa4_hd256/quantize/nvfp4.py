@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.limits import E2M1_LARGEST, E4M3_LARGEST, NVFP4_BLOCK
+from ..kernels.nvfp4_format import E2M1_LARGEST, E4M3_LARGEST, NVFP4_BLOCK
 
 #: Absolute values of e2m1, by code.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

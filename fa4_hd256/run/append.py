@@ -13,7 +13,8 @@ from ..call.cache_checks import check_contents
 from ..call.memory import View
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
-from ..kernels.problem_class import BLOCK_SCALES, KV_DESCALES, NVFP4
+from ..kernels.nvfp4_format import BLOCK_SCALES, NVFP4
+from ..kernels.problem_class import KV_DESCALES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryClass, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec

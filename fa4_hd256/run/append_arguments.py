@@ -16,7 +16,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import BLOCK_SCALES, KV_DESCALES, NVFP4
+from ..kernels.nvfp4_format import BLOCK_SCALES, NVFP4
+from ..kernels.problem_class import KV_DESCALES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 

@@ -55,13 +55,8 @@ from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import (
-    BLOCK_SCALES,
-    GATE_OF_HEADS,
-    OUT_GATE,
-    CallScalars,
-    ProblemClass,
-)
+from ..kernels.nvfp4_format import BLOCK_SCALES, block_scales_of
+from ..kernels.problem_class import GATE_OF_HEADS, OUT_GATE, CallScalars, ProblemClass
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.small.combine_config import CombineClass
 from .tile_counter import tile_counter
@@ -308,7 +303,9 @@ def compile_arguments(
     optional += [tensor_type(cutlass.Float32, 2, 4) for _ in problem_class.descales]
     optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
-    optional += [tensor_type(element, 4, TMA_ALIGNMENT) for _ in problem_class.block_scales]
+    optional += [
+        tensor_type(element, 4, TMA_ALIGNMENT) for _ in block_scales_of(problem_class.kv_dtype)
+    ]
     optional += [q] if columns else []
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)

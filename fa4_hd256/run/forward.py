@@ -27,7 +27,8 @@ from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_STEPS
-from ..kernels.problem_class import BLOCK_SCALES, OUT_GATE
+from ..kernels.nvfp4_format import BLOCK_SCALES
+from ..kernels.problem_class import OUT_GATE
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec

@@ -62,8 +62,7 @@ class ForwardCommon:
     and of K or V; single bytes come in twos, as elements of the type of out.
     """
 
-    q_bytes: float = ELEMENT_BYTES
-    kv_bytes: float = ELEMENT_BYTES
+    q_bytes = kv_bytes = ELEMENT_BYTES
     #: Whether TMA gathers rows, or warps that copy.
     gathers_by_tma = False
 
@@ -111,9 +110,7 @@ class ForwardCommon:
         then what functions of the call read, then the block scales of k and v in NVFP4.
         """
         out, lse = results[:2]
-        of_q, of_kv = (
-            int(HEAD_DIM * size) // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes)
-        )
+        of_q, of_kv = (HEAD_DIM * size // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes))
         keys = (by_sequence(t, columns=of_kv) for t in (k, v))
         operands = by_sequence(q, columns=of_q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)

@@ -28,8 +28,7 @@ class ForwardKernelTensors(NamedTuple):
     not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
     `num_splits` batch entries for each one.  optional: what the problem class requests, as of
     `ForwardCommon.__call__`.  row_maxima: like lse, the
-    greatest logit of each query; None unless the problem class has `max_logits`.  block_scales: of
-    k and v in NVFP4, as they are loaded; None for others.
+    greatest logit of each query; None unless the problem class has `max_logits`.
     """
 
     q: TmaTensor
@@ -40,7 +39,6 @@ class ForwardKernelTensors(NamedTuple):
     lse: cute.Tensor
     optional: Any
     row_maxima: cute.Tensor | None = None
-    block_scales: Any = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ import torch
 from cutlass import Float32, Int32
 
 from ..e4m3_codes import WORD_CODES, codes_of, scale_of
-from ..limits import HEAD_DIM, NVFP4_BLOCK, WARP_SIZE
+from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_codes import quantized
-from ..problem_class import ELEMENT_TYPES, KV_DTYPES, NVFP4, OF_PAGES
+from ..nvfp4_format import NVFP4, NVFP4_BLOCK
+from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
 #: Lanes that have a block of NVFP4.

@@ -11,7 +11,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.problem_class import NVFP4
+from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.quantize import quantize_nvfp4
 from fa4_hd256.score_mods import alibi
 

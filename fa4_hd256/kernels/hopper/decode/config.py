@@ -24,13 +24,16 @@ by PRMT.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
 
 import torch
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_decode, check_threshold
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, NVFP4_BLOCK
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
+from ...nvfp4_format import NVFP4_BLOCK
 from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
@@ -186,9 +189,9 @@ class E4m3Config:
         return QK_PARTS if self.is_roomy else 2
 
     @property
-    def kv_bytes(self) -> float:
-        """An element of K or V."""
-        return 0.5 if self.nvfp4 else 1
+    def kv_bytes(self) -> Any:
+        """Bytes of an element of K or V."""
+        return Fraction(1, 2) if self.nvfp4 else 1
 
     @property
     def value_parts(self) -> int:

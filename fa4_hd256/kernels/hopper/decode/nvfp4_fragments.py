@@ -26,7 +26,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ...limits import HEAD_DIM, NVFP4_BLOCK, WARP_SIZE
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...nvfp4_format import NVFP4_BLOCK
 from ...operands import ROW_BYTES
 from ..instructions import QUAD, WARPGROUP_THREADS
 from .config import BLOCK_KV, QK_PARTS

@@ -13,7 +13,8 @@ from cutlass import Int32, Uint16, Uint32
 
 from ....schedulers.protocol import WorkTile
 from ...forward.context import ForwardKernelTensors
-from ...limits import HEAD_DIM, NVFP4_BLOCK, WARP_SIZE
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...nvfp4_format import NVFP4_BLOCK
 from ...operands import SharedMemory
 from ...plan.edges import RingState
 from ...rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
@@ -27,12 +28,12 @@ COLUMNS = HEAD_DIM // NVFP4_BLOCK // 2
 
 def with_scales(kernel: Any, tensors: ForwardKernelTensors, load: Any) -> ForwardKernelTensors:
     """Return the tensors with the block scales as the kernel loads them.  load: its operation."""
-    given = tuple(tensors.optional)[-2:]
+    *others, k_scales, v_scales = tensors.optional
     found = tuple(
         kernel.loaded_tensor(name, by_sequence(scales, columns=COLUMNS), (load, BLOCK_KV, COLUMNS))
-        for name, scales in zip("kv", given, strict=True)
+        for name, scales in zip("kv", (k_scales, v_scales), strict=True)
     )
-    return tensors._replace(block_scales=found)
+    return tensors._replace(optional=(*others, *found))
 
 
 def buffers(memory: SharedMemory, config: E4m3Config) -> dict[str, cute.Tensor]:
@@ -66,7 +67,7 @@ def begin_load(
         loaded.expect_bytes(state)
     if not kernel.config.nvfp4:
         return
-    source, buffer = context.tensors.block_scales["kv".index(name)], context.smem["kv_scales"]
+    source, buffer = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
     if kernel.gathers:
         _copy_scales(source, buffer[None, None, state.index].iterator, position, head)
         return
