@@ -20,7 +20,7 @@ from .call.packed_ds import (
 from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
 from .gpus.devices import gpu_of, is_captured
-from .kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4
+from .kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4, NVFP4_BLOCK
 from .kernels.problem_class import E4M3, KV_DTYPES
 from .words import shown
 
@@ -63,9 +63,8 @@ def get_scheduler_metadata(  # noqa: PLR0913
             "num_heads_kv": num_heads_kv,
         }
     )
-    for name, dtype, narrow in (
-        ("kv_dtype", kv_dtype, CACHE_DTYPES), ("q_dtype", q_dtype, KV_DTYPES),
-    ):  # fmt: skip
+    kinds = ("kv_dtype", kv_dtype, CACHE_DTYPES), ("q_dtype", q_dtype, KV_DTYPES)
+    for name, dtype, narrow in kinds:
         if dtype not in (None, *DTYPES, *narrow):
             accepted = ", ".join(map(str, (*DTYPES, *narrow)))
             raise TypeError(f"{name} is {shown(dtype)}; accepted: None or {accepted}")
@@ -78,11 +77,7 @@ def get_scheduler_metadata(  # noqa: PLR0913
         for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
     )
     q = q.to(q_dtype) if q_dtype in KV_DTYPES else q
-    k = k.to(kv_dtype or q.dtype) if {kv_dtype, q.dtype} & {*CACHE_DTYPES} else k
-    tensors = {"seqused_k": cache_seqlens}
-    if kv_dtype == NVFP4:
-        k, scale = k[..., :128], number.to(E4M3).expand(*k.shape[:-1], 16)
-        tensors |= dict.fromkeys(BLOCK_SCALES, scale)
+    k, tensors = _keys(k, kv_dtype or q.dtype, {"seqused_k": cache_seqlens})
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, tensors)
     gpu = gpu_of(cache_seqlens.device)
@@ -90,6 +85,19 @@ def get_scheduler_metadata(  # noqa: PLR0913
     if not torch.compiler.is_compiling():
         mark(made, problem, gpu)
     return made
+
+
+def _keys(
+    k: torch.Tensor, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (keys of a dtype, the tensors of the call, scales of NVFP4 among them, by name). k: in
+    bfloat16."""
+    if dtype not in CACHE_DTYPES:
+        return k, tensors
+    if dtype != NVFP4:
+        return k.to(dtype), tensors
+    scale = k[..., : k.shape[-1] // NVFP4_BLOCK].to(E4M3)
+    return k[..., : k.shape[-1] // 2].to(dtype), tensors | dict.fromkeys(BLOCK_SCALES, scale)
 
 
 def get_backward_metadata(

@@ -26,7 +26,7 @@ MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 25,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 34,
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 36,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 38,
     ("fa4_hd256/metadata.py", "get_scheduler_metadata"): 9,
     # The fields of a record, by name.
     ("fa4_hd256/plans.py", "call_fields"): 14,
@@ -46,7 +46,7 @@ COMPATIBLE = ("fa4_hd256/compat/flash_attn_2.py", "fa4_hd256/compat/flash_attn_3
 # (file, function) -> lines.
 MORE_LINES = {
     # Signatures of the field: one line per parameter, and its meaning.
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 134,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 143,
     ("fa4_hd256/interface.py", "flash_attn_func"): 115,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 126,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 68,

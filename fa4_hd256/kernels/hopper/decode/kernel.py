@@ -74,8 +74,8 @@ P_CORE = 8
 class KeyFragments(ScaledSoftmax):
     """The softmax of a thread's keys and rows, and what else it works on in registers.
 
-    keys, values: A of the parts of QK, and of both PV by parts of the keys.  o: both accumulators,
-    64 of the columns x rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the
+    keys, values: A of the parts of QK, and of those of both PV.  o: both accumulators, 64 of the
+    columns x rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the
     sign of the scale.
     """
 

@@ -15,8 +15,8 @@ pieces 2 t and 2 t + 1 of 16 bytes of a row of K: 64 columns, four blocks, whose
 word.  A word has 8 columns, for two slices of QK: a register of A has those of two high nibbles,
 or of two low ones (`PAIRS`).
 
-Of V a thread reads the same four columns of its keys, half a word.  The bytes of two keys by turns
-make a word, in which two high nibbles, or two low ones, are the same column of both.
+Of V a thread reads the same four columns of its keys, half a word.  The bytes of two keys,
+interleaved, make a word, in which two high nibbles, or two low ones, are the same column of both.
 """
 
 from __future__ import annotations
