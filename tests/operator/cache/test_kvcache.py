@@ -621,7 +621,7 @@ def test_a_graph_has_one_operator(device, call):
     assert ours == [torch.ops.fa4_hd256.forward_kvcache.default]
     arguments = ours[0]._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == ["out", "k_cache", "v_cache"]
+    assert written == ["out", "k_cache", "v_cache", "k_block_scale", "v_block_scale"]
 
 
 @pytest.mark.simulator
