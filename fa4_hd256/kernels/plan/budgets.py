@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ...words import one_of, shown
 from ..limits import SMEM_CAPACITY, SWIZZLE_ALIGNMENT, WARP_SIZE
@@ -75,11 +75,8 @@ class WarpPlan:
     """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
     warps, None where there is no such role, and a field `registers_...` for each budget.
 
-    ROLES: (role, the budget's field), in the order of the table.  Raises ValueError for budgets
-    that the launch cannot serve (`RegisterPlan`).
+    Raises ValueError for budgets that the launch cannot serve (`RegisterPlan`).
     """
-
-    ROLES: ClassVar[tuple[tuple[str, str], ...]]
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -218,11 +218,6 @@ class EdgeTable(SharedByReference):
     def __getitem__(self, name: str) -> Edge:
         return next(edge for edge in self.edges if edge.name == name)
 
-    @property
-    def multiplies_alone(self) -> bool:
-        """Return True if each CTA has MMAs of its own; else pairs of CTAs have them together."""
-        return any(edge.signal is Signal.COMMIT_CTA for edge in self.edges)
-
     def waiter_states(self, *names: str) -> RingStates:
         return RingStates({name: self[name].waiter_state() for name in names})
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..plan.edges import COMMIT_SIGNALS, EdgeTable
+from ..plan.edges import COMMIT_SIGNALS, EdgeTable, Signal
 from .steps import MMA, Action, Role, StepTable, Verb
 
 CTAS = (0, 1)
@@ -96,11 +96,12 @@ class Programs:
     def all(self) -> dict[tuple[str, int], list[RoleOperation]]:
         """Return the programs by (role, CTA); parts of a role are roles.  The leader issues the
         MMAs of a pair."""
+        alone = any(edge.signal is Signal.COMMIT_CTA for edge in self.edges.edges)
         programs = {
             (name, cta): list(self._program(role, name))
             for role in self.steps.roles
             for cta in CTAS
-            if role.name != MMA or cta == LEADER or self.edges.multiplies_alone
+            if role.name != MMA or cta == LEADER or alone
             for name in role.names
         }
         programs["scheduler", LEADER] = [

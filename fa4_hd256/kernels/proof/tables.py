@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any, cast
 
 from ..limits import SMEM_CAPACITY
 from ..plan.budgets import TMEM_COLUMNS, SmemPlan, TmemPlan, WarpPlan
@@ -19,11 +21,12 @@ def _table(titles: str, rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def warps_table(plan: WarpPlan) -> str:
-    """Return the roles, their warps and registers."""
+    """Return the roles, their warps and registers: a budget of its own, or that of the others."""
+    found = {field.name: getattr(plan, field.name) for field in fields(cast(Any, plan))}
     rows: list[tuple[object, ...]] = [
-        (role, getattr(plan, role), getattr(plan, budget))
-        for role, budget in plan.ROLES
-        if getattr(plan, role) is not None
+        (role, warps, found.get(f"registers_{role}", found["registers_other"]))
+        for role, warps in found.items()
+        if warps is not None and not role.startswith("registers_")
     ]
     own = plan.registers
     registers = f"{own.needed} of {own.launched}, {own.at_launch} a thread at launch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import cutlass
@@ -16,11 +16,11 @@ from ....schedulers.protocol import WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
-from ...context import schedule
+from ...context import CLAIM_STEPS, schedule, want_next_tile_if
 from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
 from ...operands import TmaTensor, load_tile
-from ...plan.edges import RingState, RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import CallScalars, GradientClass
 from ...ranges import traced
 from ...rows.sequences import Sequence as RowSequence
@@ -102,7 +102,7 @@ class KernelTiles(Protocol):
 
 
 class BlackwellBackward(BackwardEntry, PairKernel):
-    """Base of these kernels: host code, set-up, dispatch, and P from S.
+    """Base of these kernels: host code, set-up, dispatch and loads.
 
     A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles: `load`, of
     one warp of each CTA, `mma`, of one warp of the leader, which issues the MMAs of both, and
@@ -111,11 +111,6 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
     context_class = BlackwellBackwardContext
     tiles: KernelTiles
-    #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
-    kept: tuple[str, str]
-    passing: str
-    mma_s: Sequence[Mma]
-    mma_dp: Sequence[Mma]
     load: Callable
     mma: Callable
     gradient: Callable
@@ -202,7 +197,173 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             row = first + half * (self.plan.step_columns // 2)
             self.load_box(context, box, (sequence, row, context.cta_rank, head), ("ring", ring))
 
+    # ------------------------------------------------------------ gradient
+
+    def warp_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
+        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
+        start = self.tmem_plan[name].start + warpgroup() * columns
+        return context.warp_lanes + start
+
+    def no_work(self) -> WorkTile:
+        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
+
+
+class ScoreKernel(BlackwellBackward):
+    """Base of the kernels that compute S and dP, and of these one sum of the tile, or two.
+
+    Its load and MMA warps are those of all of them.  Only one tile ahead: the dynamic scheduler
+    keeps two responses, and fetches tile t + 3 when every role has read tile t + 1.  Gradient warps
+    read it after the first sum of tile t, so tiles without steps are skipped after the last MMA of
+    that tile.
+
+    A kernel adds the classes of its rings, with a field for each edge that is waited for:
+    `load_rings`, `mma_rings` and its edges `mma_waits`; `mma_ends`, rings of the MMA warp of which
+    signals are left at the end; and the methods below.  Those that load or issue get and return the
+    rings of their role.
+    """
+
+    load_rings: type[RingRecord]
+    mma_rings: type[Any]
+    mma_waits: tuple[str, ...]
+    mma_ends: tuple[str, ...]
+    #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
+    kept: tuple[str, str]
+    passing: str
+    mma_s: Sequence[Mma]
+    mma_dp: Sequence[Mma]
+    #: (context, work): the position of a tile's first step, which `next_step` advances.
+    first_step: Callable
+    #: (context, work, name, rings): load this CTA's rows of an operand of `kept`.
+    load_kept: Callable
+    #: (context, work, step, rings): load what S, dP or the first sum needs in a step.
+    load_s: Callable
+    load_dp: Callable
+    load_sum: Callable
+    #: (context, number, is_last, rings): issue the first sum of a step.  number: of the step, from
+    #: 1 on; the first one waits until the sums of the tile before are in registers, and overwrites
+    #: them.  is_last: in the tile.
+    issue_sum: Callable
+
+    # ------------------------------------------------------------ load
+
+    @cute.jit
+    def load(self, context: BlackwellBackwardContext):
+        """Fetch what the MMAs need, in the order in which `mma` issues them.
+
+        Each CTA loads its own share of every tile.
+        """
+        names = self._names(self.load_rings)
+        rings = self.load_rings.waiting(self.edges, *(f"{name}_free" for name in names))
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            rings = self._load_first_s(context, work, rings)
+            rings = self._load_first_dp(context, work, rings)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            tile_context = context.of_tile(work)
+            step = self.first_step(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for number in cutlass.range(1, num_steps, unroll=1):
+                want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
+                following_step = self.next_step(step)
+                rings = self.load_s(tile_context, work, following_step, rings)
+                rings = self.load_sum(tile_context, work, step, rings)
+                rings = self.load_dp(tile_context, work, following_step, rings)
+                rings = self.load_second_sum(tile_context, work, step, rings)
+                step = following_step
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._load_first_s(context, following, rings)
+            rings = self.load_sum(tile_context, work, step, rings)
+            if is_ahead:
+                rings = self._load_first_dp(context, following, rings)
+            rings = self.load_second_sum(tile_context, work, step, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    rings = self._load_first_s(context, work, rings)
+                    rings = self._load_first_dp(context, work, rings)
+        self._await_all(context, rings, names)
+
+    @staticmethod
+    def _names(rings: type[RingRecord]) -> tuple[str, ...]:
+        """Return the names of the rings of a role."""
+        return tuple(field.name for field in fields(cast(Any, rings)))
+
+    @staticmethod
+    def _await_all(
+        context: BlackwellBackwardContext, rings: RingRecord, names: tuple[str, ...]
+    ) -> None:
+        for name in names:
+            context.barriers[f"{name}_free"].wait_for_all(getattr(rings, name))
+
+    def _load_first_s(self, context: BlackwellBackwardContext, work: WorkTile, rings: Any) -> Any:
+        """Load what S needs for the whole tile, and in its first step."""
+        step = self.first_step(context, work)
+        rings = self.load_kept(context, work, self.kept[0], rings)
+        return self.load_s(context, work, step, rings)
+
+    def _load_first_dp(self, context: BlackwellBackwardContext, work: WorkTile, rings: Any) -> Any:
+        """Load what dP needs for the whole tile, and in its first step."""
+        step = self.first_step(context, work)
+        rings = self.load_kept(context, work, self.kept[1], rings)
+        return self.load_dp(context, work, step, rings)
+
+    def next_step(self, step: Any) -> Any:
+        return step.following()
+
+    def load_second_sum(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Any, rings: Any
+    ) -> Any:
+        return rings
+
     # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellBackwardContext):
+        """Issue S(0) and dP(0), then S(i), the first sum of step i - 1, dP(i), the second sum of
+        step i - 1; S(0) of the next tile before the last first sum of this one, its dP(0) before
+        the last second one.  One warp of the leader CTA."""
+        rings = self.mma_rings.waiting(self.edges, *self.mma_waits)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            rings = self._first_s(context, work, rings)
+            rings = self._first_dp(context, work, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                is_last = step + 1 == num_steps
+                rings = self._s(context, is_last, rings)
+                rings = self.issue_sum(context, step, False, rings)
+                rings = self._dp(context, is_last, rings)
+                rings = self.issue_second_sum(context, step, False, rings)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._first_s(context, following, rings)
+            rings = self.issue_sum(context, num_steps, True, rings)
+            if is_ahead:
+                rings = self._first_dp(context, following, rings)
+            rings = self.issue_second_sum(context, num_steps, True, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    rings = self._first_s(context, work, rings)
+                    rings = self._first_dp(context, work, rings)
+        self._await_all(context, rings, self.mma_ends)
+
+    def issue_second_sum(
+        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: Any
+    ) -> Any:
+        return rings
 
     def issue_from_ring(
         self,
@@ -276,14 +437,6 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         return rings
 
     # ------------------------------------------------------------ gradient
-
-    def warp_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
-        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
-        start = self.tmem_plan[name].start + warpgroup() * columns
-        return context.warp_lanes + start
-
-    def no_work(self) -> WorkTile:
-        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
     def take_scores(
         self,

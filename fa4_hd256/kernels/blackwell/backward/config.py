@@ -57,10 +57,6 @@ class BackwardWarpPlan(WarpPlan):
         ("the second gradient warpgroup", "registers_gradient"),
         ("the other roles", "registers_other"),
     )
-    ROLES = (
-        ("gradient", "registers_gradient"),
-        *((role, "registers_other") for role in ("mma", "load", "scheduler")),
-    )
 
     @property
     def scheduled_warps(self) -> int:

@@ -31,7 +31,6 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
-from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
@@ -51,10 +50,10 @@ from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply, multiply_rows, tmem_load
 from .common import (
     FRAGMENT,
-    BlackwellBackward,
     BlackwellBackwardContext,
     RowMask,
     RowsOfStep,
+    ScoreKernel,
     score_gradients,
     store_row,
     warpgroup,
@@ -97,13 +96,24 @@ class DkdvTiles(KeyTiles):
     problem_class: ProblemClass
 
 
-class DkdvKernel(BlackwellBackward):
+class DkdvKernel(ScoreKernel):
     """The dK/dV kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.
     """
 
     tiles: DkdvTiles
+    load_rings, mma_rings = DkdvLoadRings, DkdvMmaRings
+    mma_waits = (
+        "k_loaded",
+        "v_loaded",
+        "ring_loaded",
+        "s_free",
+        "dp_free",
+        "weights_done",
+        "sums_free",
+    )
+    mma_ends = "s", "dp", "sums"
     kept, passing = ("k", "v"), "ring"
     rows_of = "k"
     boxes = {
@@ -142,71 +152,10 @@ class DkdvKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ load
 
-    @cute.jit
-    def load(self, context: BlackwellBackwardContext):
-        """Fetch what the MMAs need, in the order in which `mma` issues them.
+    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Step:
+        return self.tiles.first_position(context, work)
 
-        Each CTA loads its own share of every tile.
-        """
-        freed = "k_free", "v_free", "ring_free", "lse_free", "delta_free"
-        rings = DkdvLoadRings.waiting(self.edges, *freed)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-        if work.is_valid:
-            rings = self._load_first_s(context, work, rings)
-            rings = self._load_first_dp(context, work, rings)
-        while work.is_valid:
-            # A look-up of the sequence in each step would take longer than the step's MMAs.
-            tile_context = context.of_tile(work)
-            unit = self.tiles.first_position(tile_context, work)
-            num_steps = self.num_steps(tile_context, work)
-            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
-            for number in cutlass.range(1, num_steps, unroll=1):
-                want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
-                following_unit = unit.following()
-                rings = self._load_q(tile_context, work, following_unit, rings)
-                rings = self._load_dout_columns(tile_context, work, unit, rings)
-                rings = self._load_dout(tile_context, work, following_unit, rings)
-                rings = self._load_q_columns(tile_context, work, unit, rings)
-                unit = following_unit
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._load_first_s(context, following, rings)
-            rings = self._load_dout_columns(tile_context, work, unit, rings)
-            if is_ahead:
-                rings = self._load_first_dp(context, following, rings)
-            rings = self._load_q_columns(tile_context, work, unit, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-                if work.is_valid:
-                    rings = self._load_first_s(context, work, rings)
-                    rings = self._load_first_dp(context, work, rings)
-        context.barriers["k_free"].wait_for_all(rings.k)
-        context.barriers["v_free"].wait_for_all(rings.v)
-        context.barriers["ring_free"].wait_for_all(rings.ring)
-        context.barriers["lse_free"].wait_for_all(rings.lse)
-        context.barriers["delta_free"].wait_for_all(rings.delta)
-
-    def _load_first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
-    ) -> DkdvLoadRings:
-        """Load K, then LSE and Q of a tile's first unit."""
-        unit = self.tiles.first_position(context, work)
-        rings = self._load_keys(context, work, "k", rings)
-        return self._load_q(context, work, unit, rings)
-
-    def _load_first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
-    ) -> DkdvLoadRings:
-        """Load V, then delta and dO of a tile's first unit."""
-        unit = self.tiles.first_position(context, work)
-        rings = self._load_keys(context, work, "v", rings)
-        return self._load_dout(context, work, unit, rings)
-
-    def _load_keys(
+    def load_kept(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's 64 keys of K or V, for the whole tile."""
@@ -220,34 +169,34 @@ class DkdvKernel(BlackwellBackward):
     def _queries(context: BlackwellBackwardContext, work: WorkTile, unit: Step) -> RowsOfStep:
         return RowsOfStep(context.sequences.query(work.batch), unit.index * UNIT_Q, unit.head)
 
-    def _load_q(
-        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    def load_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load LSE of a unit, then this CTA's 128 rows of Q: B of S."""
-        self._load_row_stats(context, "lse", work, unit, rings.lse)
-        self.load_rows(context, "q", self._queries(context, work, unit), rings.ring)
+        self._load_row_stats(context, "lse", work, step, rings.lse)
+        self.load_rows(context, "q", self._queries(context, work, step), rings.ring)
         return rings
 
-    def _load_dout(
-        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    def load_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load delta of a unit, then this CTA's 128 rows of dO: B of dP."""
-        self._load_row_stats(context, "delta", work, unit, rings.delta)
-        self.load_rows(context, "dout", self._queries(context, work, unit), rings.ring)
+        self._load_row_stats(context, "delta", work, step, rings.delta)
+        self.load_rows(context, "dout", self._queries(context, work, step), rings.ring)
         return rings
 
-    def _load_q_columns(
-        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    def load_second_sum(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of Q: B of dK."""
-        self.load_columns(context, "q", self._queries(context, work, unit), rings.ring)
+        self.load_columns(context, "q", self._queries(context, work, step), rings.ring)
         return rings
 
-    def _load_dout_columns(
-        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    def load_sum(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of dO: B of dV."""
-        self.load_columns(context, "dout", self._queries(context, work, unit), rings.ring)
+        self.load_columns(context, "dout", self._queries(context, work, step), rings.ring)
         return rings
 
     @traced("load")
@@ -265,60 +214,11 @@ class DkdvKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ mma
 
-    @cute.jit
-    def mma(self, context: BlackwellBackwardContext):
-        """Issue S(0) and dP(0), then S(u), dV(u - 1), dP(u), dK(u - 1); S(0) of the next tile
-        before the last dV of this one, its dP(0) before the last dK.  One warp of the leader CTA.
-
-        Only one tile ahead: the dynamic scheduler keeps two responses, and fetches tile t + 3 when
-        every role has read tile t + 1.  The gradient warps read it after the last dV of tile t, so
-        tiles without steps are skipped after the last MMA of t.
-        """
-        waited = (
-            "k_loaded",
-            "v_loaded",
-            "ring_loaded",
-            "s_free",
-            "dp_free",
-            "weights_done",
-            "sums_free",
-        )
-        rings = DkdvMmaRings.waiting(self.edges, *waited)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-        if work.is_valid:
-            rings = self._first_s(context, work, rings)
-            rings = self._first_dp(context, work, rings)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                is_last = step + 1 == num_steps
-                rings = self._s(context, is_last, rings)
-                rings = self._dv(context, step, rings)
-                rings = self._dp(context, is_last, rings)
-                rings = self._dk(context, step, False, rings)
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._first_s(context, following, rings)
-            rings = self._dv(context, num_steps, rings)
-            if is_ahead:
-                rings = self._first_dp(context, following, rings)
-            rings = self._dk(context, num_steps, True, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-                if work.is_valid:
-                    rings = self._first_s(context, work, rings)
-                    rings = self._first_dp(context, work, rings)
-        context.barriers["s_free"].wait_for_all(rings.s)
-        context.barriers["dp_free"].wait_for_all(rings.dp)
-        context.barriers["sums_free"].wait_for_all(rings.sums)
-
     @traced("dV")
     @cute.jit
-    def _dv(self, context: BlackwellBackwardContext, number: Int32, rings: DkdvMmaRings):
+    def issue_sum(
+        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DkdvMmaRings
+    ):
         """dV += P^T dO of a unit.  number: of the unit, from 1 on; the first one waits until dK and
         dV of the tile before are in registers, and overwrites dV."""
         is_first, adds = number == 1, number > 1
@@ -328,7 +228,7 @@ class DkdvKernel(BlackwellBackward):
         return self._add_weighted(context, "dv", adds, rings)
 
     @traced("dK")
-    def _dk(
+    def issue_second_sum(
         self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DkdvMmaRings
     ) -> DkdvMmaRings:
         """dK += dS^T Q of a unit.  number: of the unit, from 1 on; the first one overwrites dK."""

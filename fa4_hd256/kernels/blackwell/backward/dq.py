@@ -35,7 +35,6 @@ from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...backward.query_tiles import QueryTiles
-from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
@@ -55,9 +54,9 @@ from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .common import (
     FRAGMENT,
-    BlackwellBackward,
     BlackwellBackwardContext,
     RowMask,
+    ScoreKernel,
     score_gradients,
     warpgroup,
 )
@@ -96,10 +95,13 @@ class DqTiles(QueryTiles):
     problem_class: ProblemClass
 
 
-class DqKernel(BlackwellBackward):
+class DqKernel(ScoreKernel):
     """The dQ kernel for one configuration; arguments of a call: `BackwardEntry.__call__`."""
 
     tiles: DqTiles
+    load_rings, mma_rings = DqLoadRings, DqMmaRings
+    mma_waits = "q_loaded", "dout_loaded", "ring_loaded", "s_free", "dp_done", "ds_done", "dq_free"
+    mma_ends = "s", "dq"
     rows_of = "q"
     kept, passing = ("q", "dout"), "keys"
     boxes = {
@@ -142,72 +144,29 @@ class DqKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ load
 
-    @cute.jit
-    def load(self, context: BlackwellBackwardContext):
-        """Fetch what the MMAs need, in the order in which `mma` issues them.
+    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+        return self.tiles.first_position(context, work)
 
-        Each CTA loads its own share of every tile.
-        """
-        rings = DqLoadRings.waiting(self.edges, "q_free", "dout_free", "ring_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-        if work.is_valid:
-            rings = self._load_first_s(context, work, rings)
-            rings = self._load_first_dp(context, work, rings)
-        while work.is_valid:
-            # A look-up of the sequence in each step would take longer than the step's MMAs.
-            tile_context = context.of_tile(work)
-            kv_tile = self.tiles.first_position(tile_context, work)
-            num_steps = self.num_steps(tile_context, work)
-            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                following_kv_tile = self.tiles.next_position(kv_tile)
-                rings = self._load_keys(tile_context, work, "k", following_kv_tile, rings)
-                rings = self._load_k_columns(tile_context, work, kv_tile, rings)
-                rings = self._load_keys(tile_context, work, "v", following_kv_tile, rings)
-                kv_tile = following_kv_tile
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._load_first_s(context, following, rings)
-            rings = self._load_k_columns(tile_context, work, kv_tile, rings)
-            if is_ahead:
-                rings = self._load_first_dp(context, following, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-                if work.is_valid:
-                    rings = self._load_first_s(context, work, rings)
-                    rings = self._load_first_dp(context, work, rings)
-        context.barriers["q_free"].wait_for_all(rings.q)
-        context.barriers["dout_free"].wait_for_all(rings.dout)
-        context.barriers["ring_free"].wait_for_all(rings.ring)
+    def next_step(self, step: Int32) -> Int32:
+        return self.tiles.next_position(step)
 
-    def _load_first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
-    ) -> DqLoadRings:
-        """Load Q, and K of a tile's first step."""
-        kv_tile = self.tiles.first_position(context, work)
-        rings = self._load_rows(context, work, "q", rings)
-        return self._load_keys(context, work, "k", kv_tile, rings)
-
-    def _load_first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
-    ) -> DqLoadRings:
-        """Load dO, and V of a tile's first step."""
-        kv_tile = self.tiles.first_position(context, work)
-        rings = self._load_rows(context, work, "dout", rings)
-        return self._load_keys(context, work, "v", kv_tile, rings)
-
-    def _load_rows(
+    def load_kept(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's 128 rows of Q or dO, for the whole tile."""
         place = context.sequences.query(work.batch), first_row(context, work), 0, work.head
         self.load_box(context, name, place, (name, getattr(rings, name)))
         return rings
+
+    def load_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
+    ) -> DqLoadRings:
+        return self._load_keys(context, work, "k", step, rings)
+
+    def load_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
+    ) -> DqLoadRings:
+        return self._load_keys(context, work, "v", step, rings)
 
     def _load_keys(
         self,
@@ -224,11 +183,11 @@ class DqKernel(BlackwellBackward):
         self.load_box(context, box, place, ("ring", rings.ring), "keys")
         return rings
 
-    def _load_k_columns(
-        self, context: BlackwellBackwardContext, work: WorkTile, kv_tile: Int32, rings: DqLoadRings
+    def load_sum(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's half of the columns of K, all keys: B of dQ."""
-        rank, row = context.cta_rank, kv_tile * BLOCK_KV
+        rank, row = context.cta_rank, step * BLOCK_KV
         head, keys = self._keys(context, work)
         self.load_box(
             context, "k_columns", (keys, row, rank, head), ("ring", rings.ring), "columns"
@@ -243,57 +202,9 @@ class DqKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ mma
 
-    @cute.jit
-    def mma(self, context: BlackwellBackwardContext):
-        """Issue S(0) and dP(0), then S(i), dQ(i - 1), dP(i); S(0) and dP(0) of the next tile around
-        the last dQ of this one.  One warp of the leader CTA.
-
-        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
-        steps are skipped after it.
-        """
-        waited = (
-            "q_loaded",
-            "dout_loaded",
-            "ring_loaded",
-            "s_free",
-            "dp_done",
-            "ds_done",
-            "dq_free",
-        )
-        rings = DqMmaRings.waiting(self.edges, *waited)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-        if work.is_valid:
-            rings = self._first_s(context, work, rings)
-            rings = self._first_dp(context, work, rings)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                is_last = step + 1 == num_steps
-                rings = self._s(context, is_last, rings)
-                rings = self._dq(context, step, False, rings)
-                rings = self._dp(context, is_last, rings)
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._first_s(context, following, rings)
-            rings = self._dq(context, num_steps, True, rings)
-            if is_ahead:
-                rings = self._first_dp(context, following, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-                if work.is_valid:
-                    rings = self._first_s(context, work, rings)
-                    rings = self._first_dp(context, work, rings)
-        context.barriers["s_free"].wait_for_all(rings.s)
-        context.barriers["dq_free"].wait_for_all(rings.dq)
-
     @traced("dQ")
     @cute.jit
-    def _dq(
+    def issue_sum(
         self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DqMmaRings
     ):
         """dQ += dS K of a step.  number: of the step, from 1 on; the first one waits until dQ of

@@ -44,7 +44,6 @@ from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import DS_BLOCK, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
-from ...context import CLAIM_STEPS, want_next_tile_if
 from ...functions.kernel_functions import Locate, ScorePlaces
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
@@ -68,9 +67,9 @@ from ..tmem import multiply_rows, tmem_buffer
 from ..tmem_quads import tmem_load_quads, tmem_store_quads
 from .common import (
     FRAGMENT,
-    BlackwellBackward,
     BlackwellBackwardContext,
     RowsOfStep,
+    ScoreKernel,
     ScoreMask,
     score_gradients,
     warpgroup,
@@ -135,7 +134,7 @@ class DvTiles(KeyTiles):
         return ListedStep.first(step, self.block_list(context, work))
 
 
-class DvKernel(BlackwellBackward):
+class DvKernel(ScoreKernel):
     """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
@@ -145,6 +144,9 @@ class DvKernel(BlackwellBackward):
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
     tiles: DvTiles
+    load_rings, mma_rings = DvLoadRings, DvMmaRings
+    mma_waits = "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free"
+    mma_ends = "s", "dv"
     kept, passing = ("k", "v"), "ring"
     boxes = {
         "q": (0, WARPGROUP_QUERIES, HEAD_DIM // 2),
@@ -196,68 +198,10 @@ class DvKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ load
 
-    @cute.jit
-    def load(self, context: BlackwellBackwardContext):
-        """Fetch what the MMAs need, in the order in which `mma` issues them.
+    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Step:
+        return self.tiles.first_step(context, work)
 
-        Each CTA loads its own share of every tile.
-        """
-        freed = "k_free", "v_free", "ring_free", "stats_free"
-        rings = DvLoadRings.waiting(self.edges, *freed)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-        if work.is_valid:
-            rings = self._load_first_s(context, work, rings)
-            rings = self._load_first_dp(context, work, rings)
-        while work.is_valid:
-            # A look-up of the sequence in each step would take longer than the step's MMAs.
-            tile_context = context.of_tile(work)
-            step = self.tiles.first_step(tile_context, work)
-            num_steps = self.num_steps(tile_context, work)
-            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
-            for number in cutlass.range(1, num_steps, unroll=1):
-                want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
-                following_step = step.following()
-                rings = self._load_q(tile_context, work, following_step, rings)
-                rings = self._load_dout_columns(tile_context, work, step, rings)
-                rings = self._load_rows(tile_context, work, "dout", following_step, rings)
-                step = following_step
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._load_first_s(context, following, rings)
-            rings = self._load_dout_columns(tile_context, work, step, rings)
-            if is_ahead:
-                rings = self._load_first_dp(context, following, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-                if work.is_valid:
-                    rings = self._load_first_s(context, work, rings)
-                    rings = self._load_first_dp(context, work, rings)
-        context.barriers["k_free"].wait_for_all(rings.k)
-        context.barriers["v_free"].wait_for_all(rings.v)
-        context.barriers["ring_free"].wait_for_all(rings.ring)
-        context.barriers["stats_free"].wait_for_all(rings.stats)
-
-    def _load_first_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
-    ) -> DvLoadRings:
-        """Load K, and Q of a tile's first step."""
-        step = self.tiles.first_step(context, work)
-        rings = self._load_keys(context, work, "k", rings)
-        return self._load_q(context, work, step, rings)
-
-    def _load_first_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
-    ) -> DvLoadRings:
-        """Load V, and dO of a tile's first step."""
-        step = self.tiles.first_step(context, work)
-        rings = self._load_keys(context, work, "v", rings)
-        return self._load_rows(context, work, "dout", step, rings)
-
-    def _load_keys(
+    def load_kept(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 128 keys of K or V, for the whole tile."""
@@ -271,27 +215,22 @@ class DvKernel(BlackwellBackward):
         first = self.tiles.query_tile(context, work, step) * STEP_QUERIES
         return RowsOfStep(sequence, first, step.head)
 
-    def _load_q(
+    def load_s(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 64 rows of Q, half of the columns after the other, then LSE and delta of
         all rows of the step."""
-        rings = self._load_rows(context, work, "q", step, rings)
+        self.load_rows(context, "q", self._queries(context, work, step), rings.ring)
         return self._load_row_stats(context, work, step, rings)
 
-    def _load_rows(
-        self,
-        context: BlackwellBackwardContext,
-        work: WorkTile,
-        box: str,
-        step: Step,
-        rings: DvLoadRings,
+    def load_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
-        """Load this CTA's 64 rows of Q or dO: B of S or dP."""
-        self.load_rows(context, box, self._queries(context, work, step), rings.ring)
+        """Load this CTA's 64 rows of dO."""
+        self.load_rows(context, "dout", self._queries(context, work, step), rings.ring)
         return rings
 
-    def _load_dout_columns(
+    def load_sum(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's half of the columns of dO: B of dV."""
@@ -312,49 +251,9 @@ class DvKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ mma
 
-    @cute.jit
-    def mma(self, context: BlackwellBackwardContext):
-        """Issue S(0) and dP(0), then S(i), dV(i - 1), dP(i); S(0) and dP(0) of the next tile around
-        the last dV of this one.  One warp of the leader CTA.
-
-        Only one tile ahead: the dynamic scheduler keeps two responses, and fetches tile t + 3 when
-        every role has read tile t + 1.  Gradient warps read it after the last MMA of tile t, so
-        tiles without steps are skipped after that MMA.
-        """
-        waited = ("k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free")
-        rings = DvMmaRings.waiting(self.edges, *waited)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-        if work.is_valid:
-            rings = self._first_s(context, work, rings)
-            rings = self._first_dp(context, work, rings)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                is_last = step + 1 == num_steps
-                rings = self._s(context, is_last, rings)
-                rings = self._dv(context, step, False, rings)
-                rings = self._dp(context, is_last, rings)
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._first_s(context, following, rings)
-            rings = self._dv(context, num_steps, True, rings)
-            if is_ahead:
-                rings = self._first_dp(context, following, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-                if work.is_valid:
-                    rings = self._first_s(context, work, rings)
-                    rings = self._first_dp(context, work, rings)
-        context.barriers["s_free"].wait_for_all(rings.s)
-        context.barriers["dv_free"].wait_for_all(rings.dv)
-
     @traced("dV")
     @cute.jit
-    def _dv(
+    def issue_sum(
         self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DvMmaRings
     ):
         """dV += P^T dO of a step.  number: of the step, from 1 on; the first one waits until dV of

@@ -126,12 +126,6 @@ class DecodeWarpPlan(WarpPlan):
     registers_other: int
     registers_quantise: int
 
-    ROLES = (
-        ("softmax", "registers_softmax"),
-        *((role, "registers_other") for role in ("mma", "load", "scheduler", "queries")),
-        ("quantise", "registers_quantise"),
-    )
-
     @classmethod
     def of(cls, groups: int, e4m3: bool) -> DecodeWarpPlan:
         """groups: of the softmax, of a warpgroup each.  e4m3: whether K and V are."""

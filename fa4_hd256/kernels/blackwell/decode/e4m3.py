@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...e4m3_codes import WORD_CODES, codes_of
@@ -38,19 +38,17 @@ from ..instructions import (
     E4M3_SLICE,
     Mma,
     MmaShape,
-    fence_after_thread_sync,
     k_major_operand,
     mn_major_operand,
 )
-from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
+from ..tmem import multiply, multiply_rows, tmem_load
 from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
 from .context import (
     BlackwellDecodeContext,
     BlackwellE4m3DecodeContext,
     DecodeLoadRings,
-    DecodeMmaRings,
 )
-from .kernel import DecodeKernel, KvTile, p_layout, smem_buffer
+from .kernel import DecodeKernel, KvTile, p_layout
 
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
@@ -62,6 +60,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
+    halves_apart = False
     context_class = BlackwellE4m3DecodeContext
 
     def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
@@ -86,12 +85,12 @@ class DecodeE4m3Kernel(DecodeKernel):
         # Bytes in twos: a row of 256 has as many as 128 of a 16-bit type.
         k, q = k_major_operand(BLOCK_KV, HEAD_DIM // 2), k_major_operand(columns, HEAD_DIM // 2)
         shape = MmaShape(BLOCK_KV, columns, False, negate_a=negate, ctas=ctas, is_e4m3=True)
-        self.qk = Mma(shape, k, q)
+        self.qk = [Mma(shape, k, q)]
         shape = replace(shape, m=HALF, a_mn_major=True, b_mn_major=True, negate_a=False)
-        self.pv0, self.pv1 = (
+        self.pv = [
             Mma(shape, mn_major_operand(BLOCK_KV, E4M3_SLICE, half), p_layout(E4M3_SLICE))
             for half in HALVES
-        )
+        ]
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         rows, stages = self.config.rows, self.config.q_stages
@@ -134,58 +133,6 @@ class DecodeE4m3Kernel(DecodeKernel):
     ) -> DecodeLoadRings:
         """Load all columns of K or V into one buffer."""
         rings.kv = self._load_columns(context, work, kv_tile, (name, 0), rings.kv)
-        return rings
-
-    # ------------------------------------------------------------ mma
-
-    def _qk0(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
-        """Issue nothing: a buffer holds all columns of K, which `_qk1` multiplies."""
-        return rings
-
-    @traced("QK")
-    @cute.jit
-    def _qk1(self, context: BlackwellE4m3DecodeContext, is_last: Boolean, rings: DecodeMmaRings):
-        """S^T = K Q^T of a step; the tile's last one is done with Q."""
-        barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
-        fence_after_thread_sync()
-        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
-        self.qk.issue(tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s), k, q, False)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
-        barriers["s_done"].commit(rings.s)
-        rings.s.advance()
-        if is_last:
-            barriers["q_free"].commit(rings.q)
-        return rings
-
-    @traced("PV0")
-    def _pv0(
-        self, context: BlackwellE4m3DecodeContext, adds: Boolean, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
-        """The first half of O^T += V^T P^T, which overwrites in a tile's first step."""
-        barriers = context.barriers
-        barriers["p_done"].wait(rings.p)
-        barriers["kv_loaded"].wait(rings.kv)
-        fence_after_thread_sync()
-        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
-        self.pv0.issue(tmem_buffer(context.tmem, self.tmem_plan, "o0", rings.o), v, p, adds)
-        return rings
-
-    @traced("PV1")
-    def _pv1(
-        self, context: BlackwellE4m3DecodeContext, adds: Boolean, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
-        """The second half of O^T += V^T P^T, from the same buffer of V."""
-        barriers = context.barriers
-        fence_after_thread_sync()
-        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
-        self.pv1.issue(tmem_buffer(context.tmem, self.tmem_plan, "o1", rings.o), v, p, adds)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
-        barriers["o_done"].commit(rings.o)
-        rings.o.advance()
-        rings.p.advance()
         return rings
 
     # ------------------------------------------------------------ Q

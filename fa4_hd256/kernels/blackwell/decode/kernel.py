@@ -104,6 +104,10 @@ class DecodeKernel(ForwardCommon, PairKernel):
     """
 
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
+    #: Whether each half of V's columns has a buffer.
+    halves_apart = True
+    qk: list[Mma]
+    pv: list[Mma]
     ctas = 1
     gathers_by_tma = True
 
@@ -125,8 +129,8 @@ class DecodeKernel(ForwardCommon, PairKernel):
         qk = MmaShape(BLOCK_KV, rows, is_bf16, negate_a=negate, ctas=ctas)
         pv = MmaShape(HALF, rows, is_bf16, a_mn_major=True, b_mn_major=True, ctas=ctas)
         q, k, v = k_major_operand(rows), k_major_operand(BLOCK_KV, HALF), mn_major_operand(BLOCK_KV)
-        self.qk0, self.qk1 = (Mma(qk, k, q.part(half, len(HALVES))) for half in HALVES)
-        self.pv = Mma(pv, v, p_layout(MMA_K))
+        self.qk = [Mma(qk, k, q.part(half, len(HALVES))) for half in HALVES]
+        self.pv = [Mma(pv, v, p_layout(MMA_K))] * len(HALVES)
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
@@ -320,17 +324,15 @@ class DecodeKernel(ForwardCommon, PairKernel):
             num_steps = self.num_steps(context, work)
             for step in cutlass.range(1, num_steps, unroll=1):
                 is_last = step + 1 == num_steps
-                rings = self._qk0(context, rings)
-                rings = self._qk1(context, is_last, rings)
-                rings = self._pv0(context, step > 1, rings)
-                rings = self._pv1(context, step > 1, rings)
+                rings = self._begin_qk(context, rings)
+                rings = self._end_qk(context, is_last, rings)
+                rings = self._pv(context, step > 1, rings)
             rings = self._leave_q(rings)
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._first_qk(context, following, rings)
-            rings = self._pv0(context, num_steps > 1, rings)
-            rings = self._pv1(context, num_steps > 1, rings)
+            rings = self._pv(context, num_steps > 1, rings)
             work = following
             if not is_ahead:
                 scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
@@ -342,8 +344,8 @@ class DecodeKernel(ForwardCommon, PairKernel):
     ) -> DecodeMmaRings:
         """QK of a tile's first step, which waits for the tile's Q."""
         rings = self._enter_q(context, rings)
-        rings = self._qk0(context, rings)
-        return self._qk1(context, self.num_steps(context, work) == 1, rings)
+        rings = self._begin_qk(context, rings)
+        return self._end_qk(context, self.num_steps(context, work) == 1, rings)
 
     def _enter_q(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
         """Wait for a tile's Q.  The only buffer's phase is that of the next tile at once."""
@@ -358,58 +360,54 @@ class DecodeKernel(ForwardCommon, PairKernel):
             rings.q.advance()
         return rings
 
-    @traced("QK0")
-    def _qk0(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
-        """S^T = K Q^T of a step, over the first half of the columns."""
-        barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
-        fence_after_thread_sync()
-        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
-        self.qk0.issue(tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s), k, q, False)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
+    def _begin_qk(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
+        """S^T = K Q^T of a step, but for the last buffer of K."""
+        for number in range(len(self.qk) - 1):
+            rings = self._issue_qk(context, number, rings)
         return rings
 
-    @traced("QK1")
     @cute.jit
-    def _qk1(self, context: BlackwellDecodeContext, is_last: Boolean, rings: DecodeMmaRings):
-        """S^T += K Q^T over the other half; the tile's last one is done with Q."""
+    def _end_qk(self, context: BlackwellDecodeContext, is_last: Boolean, rings: DecodeMmaRings):
+        """S^T += K Q^T over the last buffer of K; the tile's last one is done with Q."""
         barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
-        fence_after_thread_sync()
-        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
-        self.qk1.issue(tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s), k, q, True)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
+        rings = self._issue_qk(context, len(self.qk) - 1, rings)
         barriers["s_done"].commit(rings.s)
         rings.s.advance()
         if is_last:
             barriers["q_free"].commit(rings.q)
         return rings
 
-    @traced("PV0")
-    def _pv0(self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings):
-        """The first half of O^T += V^T P^T, which overwrites in a tile's first step."""
+    @traced("QK")
+    def _issue_qk(
+        self, context: BlackwellDecodeContext, number: int, rings: DecodeMmaRings
+    ) -> DecodeMmaRings:
+        """Issue the MMA of a buffer of K; those behind the first one add up."""
         barriers = context.barriers
-        barriers["p_done"].wait(rings.p)
         barriers["kv_loaded"].wait(rings.kv)
         fence_after_thread_sync()
-        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
-        self.pv.issue(tmem_buffer(context.tmem, self.tmem_plan, "o0", rings.o), v, p, adds)
+        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
+        scores = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
+        self.qk[number].issue(scores, k, q, number > 0)
         barriers["kv_free"].commit(rings.kv)
         rings.kv.advance()
         return rings
 
-    @traced("PV1")
-    def _pv1(self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings):
-        """The second half of O^T += V^T P^T."""
+    @traced("PV")
+    def _pv(
+        self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings
+    ) -> DecodeMmaRings:
+        """O^T += V^T P^T, a half of it after the other, which overwrite in a tile's first step."""
         barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
-        fence_after_thread_sync()
-        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
-        self.pv.issue(tmem_buffer(context.tmem, self.tmem_plan, "o1", rings.o), v, p, adds)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
+        barriers["p_done"].wait(rings.p)
+        for half, pv in zip(HALVES, self.pv, strict=True):
+            if half == HALVES[0] or self.halves_apart:
+                barriers["kv_loaded"].wait(rings.kv)
+            fence_after_thread_sync()
+            v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
+            pv.issue(tmem_buffer(context.tmem, self.tmem_plan, f"o{half}", rings.o), v, p, adds)
+            if half == HALVES[-1] or self.halves_apart:
+                barriers["kv_free"].commit(rings.kv)
+                rings.kv.advance()
         barriers["o_done"].commit(rings.o)
         rings.o.advance()
         rings.p.advance()

@@ -87,10 +87,6 @@ class ForwardWarpPlan(WarpPlan):
         ("correction", "registers_correction"),
         ("the other roles", "registers_other"),
     )
-    ROLES = (
-        *warpgroups[:2],
-        *((role, "registers_other") for role in ("mma", "load", "epilogue", "scheduler")),
-    )
 
     @property
     def scheduled_warps(self) -> int:

@@ -45,11 +45,6 @@ class BackwardWarpPlan(WarpPlan):
         ("the second gradient warpgroup", "registers_gradient"),
         ("the other roles", "registers_other"),
     )
-    ROLES = (
-        ("gradient", "registers_gradient"),
-        ("load", "registers_other"),
-        ("scheduler", "registers_other"),
-    )
 
     @property
     def scheduled_warps(self) -> int:

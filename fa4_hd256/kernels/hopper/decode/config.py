@@ -81,10 +81,6 @@ class E4m3WarpPlan(WarpPlan):
         ("the other 64 keys", "registers_consumers"),
         ("the other roles", "registers_other"),
     )
-    ROLES = (
-        ("consumers", "registers_consumers"),
-        *((role, "registers_other") for role in ("load", "scheduler", "queries", "gather")),
-    )
 
     def gathering(self) -> E4m3WarpPlan:
         """Return the plan with the warps that have no other role as those that gather."""

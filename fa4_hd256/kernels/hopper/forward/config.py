@@ -84,13 +84,6 @@ class ForwardWarpPlan(WarpPlan):
     registers_consumers: int = 240
     registers_other: int = 24
 
-    ROLES = (
-        ("consumers", "registers_consumers"),
-        ("load", "registers_other"),
-        ("scheduler", "registers_other"),
-        ("gather", "registers_other"),
-    )
-
     def gathering(self) -> ForwardWarpPlan:
         """Return the plan with the last warpgroup's warps without a role as those that gather."""
         begin = len(self.consumers)

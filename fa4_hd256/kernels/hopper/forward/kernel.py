@@ -24,9 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ...context import CLAIM_STEPS, schedule
@@ -36,7 +34,7 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL, StepList
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import CallScalars, ProblemClass
+from ...problem_class import ProblemClass
 from ...ranges import traced
 from ..fragments import exchanged_words, row_columns, store_exchanged, store_float32
 from ..instructions import QUAD, WgmmaShape, pack, rows_of, transposed
@@ -83,45 +81,17 @@ class ForwardKernel(WarpgroupForward):
         )
         return operation, config.block_kv, HEAD_DIM // config.ctas
 
-    @cute.kernel
-    def kernel(
-        self,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ):
-        self.allow_next()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == self.warps.load:
-            self.prefetch_descriptors(tensors)
-        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
-        cute.arch.mbarrier_init_fence()
-        self._synchronise()
-        if warp < self.warps.load:
-            cute.arch.setmaxregister_increase(self.warps.registers_consumers)
-            self.consume(context)
-        else:
-            cute.arch.setmaxregister_decrease(self.warps.registers_other)
-            if cutlass.const_expr(self.gathers):
-                if (warp != self.warps.load) & (warp != self.warps.scheduler):
-                    self.load(context)
-                if warp == self.warps.load:
-                    self.load_queries(context)
-            elif warp == self.warps.load:
+    @cute.jit
+    def run_other_role(self, context: HopperForwardContext, warp: Int32):
+        if cutlass.const_expr(self.gathers):
+            if (warp != self.warps.load) & (warp != self.warps.scheduler):
                 self.load(context)
-            if warp == self.warps.scheduler:
-                schedule(self.scheduler, context)
-        # Nobody may leave while the peer still signals it.
-        if cutlass.const_expr(self.config.ctas > 1):
-            self._synchronise()
-
-    def _synchronise(self) -> None:
-        if self.config.ctas > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            if warp == self.warps.load:
+                self.load_queries(context)
+        elif warp == self.warps.load:
+            self.load(context)
+        if warp == self.warps.scheduler:
+            schedule(self.scheduler, context)
 
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         """Return buffers of 16-bit elements: "q" (64, 256, warpgroups), the rows of each warpgroup;

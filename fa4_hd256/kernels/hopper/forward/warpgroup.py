@@ -69,8 +69,9 @@ class WarpgroupForward(ForwardCommon):
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
     scheduler: a class of the `schedulers` protocol.
 
-    A kernel adds its operands, `qk` and `pv`, its roles, and `_exponentiate`.  v_loaded, v_free:
-    edges of V as it is multiplied.  pack: rounds P to the fragment that is multiplied.
+    A kernel adds its operands, `qk` and `pv`, `_exponentiate`, and `run_other_role(context, warp)`,
+    the role of a warp that does not multiply.  v_loaded, v_free: edges of V as it is multiplied.
+    pack: rounds P to the fragment that is multiplied.
     """
 
     v_loaded, v_free = "v_loaded", "v_free"
@@ -79,6 +80,8 @@ class WarpgroupForward(ForwardCommon):
     qk: WgmmaShape
     pv: WgmmaShape
     _operands: Callable[[SharedMemory], dict[str, cute.Tensor]]
+    consume: Callable
+    run_other_role: Callable
     _exponentiate: Callable[..., tuple[Float32, Float32]]
 
     def __init__(self, config: Any, problem_class: ProblemClass, scheduler: Any) -> None:
@@ -93,6 +96,38 @@ class WarpgroupForward(ForwardCommon):
         self.block_queries = config.block_q // of_query
         self.part_queries = WARPGROUP_ROWS // of_query
         self.load_keys = config.block_kv
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: ForwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ):
+        self.allow_next()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self.warps.load:
+            self.prefetch_descriptors(tensors)
+        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
+        cute.arch.mbarrier_init_fence()
+        self._synchronise()
+        if warp < self.warps.load:
+            cute.arch.setmaxregister_increase(self.warps.registers_consumers)
+            self.consume(context)
+        else:
+            cute.arch.setmaxregister_decrease(self.warps.registers_other)
+            self.run_other_role(context, warp)
+        # Nobody may leave while the peer still signals it.
+        if cutlass.const_expr(self.config.ctas > 1):
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self.config.ctas > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     def set_up(
         self,

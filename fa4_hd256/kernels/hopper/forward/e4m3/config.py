@@ -84,12 +84,6 @@ class E4m3ForwardWarpPlan(WarpPlan):
     registers_consumers: int = 240
     registers_other: int = 24
 
-    ROLES = (
-        ("consumers", "registers_consumers"),
-        ("load", "registers_other"),
-        ("scheduler", "registers_other"),
-        ("transposers", "registers_other"),
-    )
     warpgroups = (
         ("the first 64 rows", "registers_consumers"),
         ("the other 64 rows", "registers_consumers"),

@@ -28,9 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from .....schedulers.order import TileOrder
 from .....schedulers.protocol import WorkTile
 from .....softmax_emu.online import OnlineSoftmax
 from ....context import CLAIM_STEPS, schedule
@@ -38,7 +36,7 @@ from ....forward.context import ForwardKernelTensors
 from ....limits import HEAD_DIM, SWIZZLE_ALIGNMENT
 from ....operands import LoadTarget, SharedMemory, TmaTensor, load_box, smem_layout
 from ....plan.edges import RingState
-from ....problem_class import CallScalars, ProblemClass
+from ....problem_class import ProblemClass
 from ....ranges import traced
 from ...instructions import QUAD, WgmmaShape, rows_of
 from ..config import WARPGROUP_ROWS
@@ -107,33 +105,15 @@ class ForwardE4m3Kernel(WarpgroupForward):
         if not self.config.transposes:
             ColumnsKernel().launch(operands[2], _columns(optional), stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ):
-        self.allow_next()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    @cute.jit
+    def run_other_role(self, context: HopperForwardContext, warp: Int32):
         if warp == self.warps.load:
-            self.prefetch_descriptors(tensors)
-        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if warp < self.warps.load:
-            cute.arch.setmaxregister_increase(self.warps.registers_consumers)
-            self.consume(context)
-        else:
-            cute.arch.setmaxregister_decrease(self.warps.registers_other)
-            if warp == self.warps.load:
-                self.load(context)
-            if warp == self.warps.scheduler:
-                schedule(self.scheduler, context)
-            if cutlass.const_expr(self.config.transposes):
-                if (warp != self.warps.load) & (warp != self.warps.scheduler):
-                    self.transpose(context)
+            self.load(context)
+        if warp == self.warps.scheduler:
+            schedule(self.scheduler, context)
+        if cutlass.const_expr(self.config.transposes):
+            if (warp != self.warps.load) & (warp != self.warps.scheduler):
+                self.transpose(context)
 
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         """Return the buffers.
