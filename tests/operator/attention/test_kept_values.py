@@ -19,13 +19,14 @@ ROWS = 128
 
 
 def inputs(requires_grad=False):
-    shape = 1, ROWS, 1, 256
-    return [torch.randn(shape).bfloat16().requires_grad_(requires_grad) for _ in "qkv"]
+    shapes = [(1, ROWS, heads, 256) for heads in (2, 1, 1)]
+    return [torch.randn(shape).bfloat16().requires_grad_(requires_grad) for shape in shapes]
 
 
 def exact(q, k, v, seen):
     q, k, v = (t.float().transpose(1, 2) for t in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def is_lower(batch, head, query, key):
@@ -46,7 +47,8 @@ def by_flash(q, k, v, mask):
 
 def by_flex(q, k, v, mask):
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    return flex_attention(*heads_first, block_mask=mask, traces_mask=True).transpose(1, 2)
+    out = flex_attention(*heads_first, block_mask=mask, traces_mask=True, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 class Layer(torch.nn.Module):
@@ -176,9 +178,9 @@ def test_out_of_another_mode_in_a_repeated_call(monkeypatch):
     simulated(monkeypatch)
     try:
         with torch.inference_mode():
-            out = torch.zeros(1, ROWS, 1, 256).bfloat16()
+            out = torch.zeros(1, ROWS, 2, 256).bfloat16()
         for _ in range(2):
-            flash_attn_func(*inputs(), out=torch.zeros(1, ROWS, 1, 256).bfloat16())
+            flash_attn_func(*inputs(), out=torch.zeros(1, ROWS, 2, 256).bfloat16())
         with pytest.raises(ValueError, match=r"out was made under torch.inference_mode\(\)"):
             flash_attn_func(*inputs(), out=out)
         assert not out.any()
