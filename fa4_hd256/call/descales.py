@@ -14,12 +14,14 @@ from ..kernels.problem_class import (
     E4M3,
     KV_DESCALES,
     KV_DTYPES,
+    OF_BLOCKS,
     OF_PAGES,
     OF_SEQUENCES,
     Q_DESCALE,
 )
 from .checks import are_differentiated
 from .memory import require_dense
+from .mxfp8_scales import SCALE_DTYPES, check_blocks, check_packed
 
 
 def refuse_gradients(*scales: Any) -> None:
@@ -36,6 +38,11 @@ def refuse_gradients(*scales: Any) -> None:
 def scales_among(given: dict[str, Any]) -> dict[str, Any]:
     """Return the given entries of `DESCALES`, not None."""
     return {name: given[name] for name in DESCALES if given.get(name) is not None}
+
+
+def are_of_blocks(given: dict[str, Any]) -> bool:
+    """Return True if scales among the given tensors are of blocks: mxfp8's."""
+    return any(given[name].dtype in SCALE_DTYPES for name in DESCALES if name in given)
 
 
 def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
@@ -66,12 +73,18 @@ def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]
             f"{names} given alone; accepted: {several} and {wanted[-1]}, or "
             f"{'neither' if len(wanted) == 2 else 'none of them'}"
         )
+    of_blocks = are_of_blocks(scales)
     for name, tensor in scales.items():
         require_dense(name, tensor)
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.float32")
+        if tensor.dtype != torch.float32 and not of_blocks:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}; accepted: torch.float32, or with q in e4m3 "
+                "scales of blocks in torch.float8_e8m0fnu"
+            )
         if tensor.device != k.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
+    if of_blocks:
+        check_blocks(q, k, given)
 
 
 def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
@@ -103,11 +116,14 @@ def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, tor
 
 
 def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None) -> None:
-    """Raise ValueError for a factor that is no positive finite number. Waits for the device.
+    """Raise ValueError for a factor that is no positive finite number, or for too few scales of
+    blocks. Waits for the device.
 
     descale: as of `descale_of`. pages: numbers of those that are read, whose factors alone count
     where they are of pages.
     """
+    if descale == OF_BLOCKS:
+        return check_packed(given)
     for name, tensor in scales_among(given).items():
         values = tensor if pages is None or descale != OF_PAGES else tensor[pages]
         wrong = values[~((values > 0) & values.isfinite())]
@@ -119,12 +135,15 @@ def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tens
 
 
 def descale_of(given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool) -> str:
-    """Return the form of the scales, `OF_SEQUENCES` or `OF_PAGES`; empty where none are given.
+    """Return the form of the scales, `OF_SEQUENCES`, `OF_PAGES` or `OF_BLOCKS`; empty where none
+    are given.
 
     k: (.., .., heads_kv, 256), with pages first where `paged`. Raises ValueError for another shape,
     where k and v have them of different ones, and of pages where q has a scale, too.
     """
     scales = scales_among(given)
+    if are_of_blocks(scales):
+        return OF_BLOCKS
     # P then has the bits of e4m3 alone, which a scale of V that differs between keys would shift.
     paged = paged and Q_DESCALE not in scales
     found = {name: _form(name, tensor, k, sequences, paged) for name, tensor in scales.items()}

@@ -13,7 +13,7 @@ from ..architectures import Architecture
 from ..gpus.family import architecture_of
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
-from ..kernels.kernel_set import KernelSet, kernels_of
+from ..kernels.kernel_set import MXFP8, KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
 from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, block_scales_of
@@ -325,17 +325,19 @@ class Problem:
         return (batch, heads, seqlen)
 
 
-def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> int:
+def packed_heads(group: int, ragged: Any, tiles: ForwardTiles, pads: bool = False) -> int:
     """Return how many of the `group` query heads of a KV head share a query tile: all or none.
 
-    All where they divide the `cta_rows` of a CTA, or where its tile `pads` and has room: a causal
-    tile then spans fewer queries, so that less of it is masked, and short sequences fill it. None
-    where queries have lengths in use: a descriptor that clips rows of a batch entry has no
-    dimension left for the heads; and none with a block mask, which is by tiles of queries of a
-    head.
+    All where they divide the rows of a CTA of the `tiles`, or where its tile `pads` and has room: a
+    causal tile then spans fewer queries, so that less of it is masked, and short sequences fill it.
+    None where queries have lengths in use: a descriptor that clips rows of a batch entry has no
+    dimension left for the heads; none with scales of blocks, whose atoms are of a head's rows; and
+    none with a block mask, which is by tiles of queries of a head.
     """
-    fits = query_rows(group, cta_rows) <= cta_rows if pads else cta_rows % group == 0
-    return group if fits and "seqused_q" not in ragged and not is_masked(ragged) else 1
+    rows = tiles.cta_rows
+    fits = query_rows(group, rows) <= rows if pads else rows % group == 0
+    alone = "seqused_q" in ragged or is_masked(ragged) or tiles.kind == MXFP8
+    return group if fits and not alone else 1
 
 
 def _dtypes(q: torch.Tensor, k: torch.Tensor, out_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -397,7 +399,7 @@ def _usable_tiles(
 ) -> tuple[ForwardTiles, ...]:
     """Return the tiles of kernels that such a call may take. dtypes: of `_dtypes`. Raises
     NotImplementedError if there are none."""
-    given = dtypes["kv_dtype"], dtypes["q_dtype"]
+    given = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(ragged)
     known = kernels_of(architecture).forward_tiles(config, *given)
     if is_masked(ragged):
         known = tiles_for_masks(known, architecture)
@@ -465,7 +467,7 @@ def choose_tiles(
     for tiles in known:
         most = tiles.rows if tiles.most_rows is None else tiles.most_rows
         pads = tiles.pads and query_rows(group, tiles.cta_rows) * longest <= most
-        packed = packed_heads(group, ragged, tiles.cta_rows, pads)
+        packed = packed_heads(group, ragged, tiles, pads)
         of_query = query_rows(packed, tiles.cta_rows)
         if tiles.most_rows is None or of_query * longest <= most:
             fitting.append((tiles, packed))

@@ -19,6 +19,9 @@ from ..architectures import ARCHITECTURES, Architecture
 from .forward.tiles import ForwardTiles
 from .small.combine_config import CombineRule
 
+#: Kind of the forward kernel for scales of blocks, each of whose tiles is of one head.
+MXFP8 = "forward_mxfp8"
+
 
 @dataclass(frozen=True)
 class KeyKernel:
@@ -139,29 +142,32 @@ class KernelSet:
         config: Any = None,
         kv_dtype: torch.dtype | None = None,
         q_dtype: torch.dtype | None = None,
+        is_mxfp8: bool = False,
     ) -> tuple[ForwardTiles, ...]:
         """Return the tiles of a configuration, or without one of `forwards`, for Q, K and V of such
-        dtypes; q_dtype: None for that of out. kv_dtype: None for that of Q.
+        dtypes; q_dtype: None for that of out. kv_dtype: None for that of Q. is_mxfp8: of Q, K
+        and V in mxfp8.
 
         Raises NotImplementedError where there is none, ValueError for a configuration of others.
         """
+        requested = q_dtype, kv_dtype, is_mxfp8
         if config is not None:
-            own = config.tiles.q_dtype, config.tiles.kv_dtype
-            if own != (q_dtype, kv_dtype):
+            own = _key(config.tiles)
+            if own != requested:
                 raise ValueError(
                     f"config is for {_dtypes(*own)}, and the call has "
-                    f"{_dtypes(q_dtype, kv_dtype)}; accepted: None, or a configuration made for it"
+                    f"{_dtypes(*requested)}; accepted: None, or a configuration made for it"
                 )
             return (config.tiles,)
         if not self.forwards:
             raise self._missing("forward")
-        tiles = tuple(t for t in self.forwards if (t.q_dtype, t.kv_dtype) == (q_dtype, kv_dtype))
+        tiles = tuple(t for t in self.forwards if _key(t) == requested)
         if not tiles:
             accepted = "q, k and v" if q_dtype is None else "q"
             if kv_dtype == torch.uint8:
                 accepted = "a cache in torch.float8_e4m3fn, or one"
             raise NotImplementedError(
-                f"{_dtypes(q_dtype, kv_dtype)}, which {self.architecture.name}, "
+                f"{_dtypes(*requested)}, which {self.architecture.name}, "
                 f"{self.architecture.describe()}, has no kernel for: not yet offered there; "
                 f"accepted: {accepted} in torch.bfloat16 or torch.float16"
             )
@@ -190,8 +196,16 @@ class KernelSet:
         )
 
 
-def _dtypes(q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None) -> str:
+def _key(tiles: ForwardTiles) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
+    return tiles.q_dtype, tiles.kv_dtype, tiles.kind == MXFP8
+
+
+def _dtypes(
+    q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, is_mxfp8: bool = False
+) -> str:
     """Return dtypes of q, k and v in words. The arguments are those of `forward_tiles`."""
+    if is_mxfp8:
+        return "q, k and v in mxfp8, with scales of blocks"
     if q_dtype is not None:
         return f"q, k and v of the dtype {q_dtype}"
     of_codes = " (NVFP4)" if kv_dtype == torch.uint8 else ""

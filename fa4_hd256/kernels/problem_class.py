@@ -34,11 +34,11 @@ def result_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 #: Scales of q, k and v, float32, in the order in which kernels get them, that of q where it is in
 #: e4m3; and whose each is: a sequence's and KV head's, or all that they have alike, or, of k and v,
-#: a page's and KV head's.
+#: a page's and KV head's; or of mxfp8, E8M0 scales of blocks of 32 elements, in atoms.
 Q_DESCALE = "q_descale"
 KV_DESCALES = ("k_descale", "v_descale")
 DESCALES = (Q_DESCALE, *KV_DESCALES)
-OF_SEQUENCES, OF_PAGES = "sequences", "pages"
+OF_SEQUENCES, OF_PAGES, OF_BLOCKS = "sequences", "pages", "blocks"
 
 #: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
 OUT_GATE = "out_gate"
@@ -76,7 +76,7 @@ class ProblemClass:
     fixed_parts: into splits of so many keys; a sequence fills as many as it can, instead of so many
     equal splits. page_size: rows of a page of keys and values, `ANY_PAGE` where rows are gathered;
     None where they lie in no pages. kv_dtype: of `CACHE_DTYPES` of `nvfp4_format`; None for that of
-    q. descale: whose scales q in e4m3, k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty for none.
+    q. descale: whose scales q in e4m3, k and v have, of those above; empty for none.
     score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of listed
     tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits: the
     forward writes the greatest score of each query (`online`, `largest`). hides_rows: a negative

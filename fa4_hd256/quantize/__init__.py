@@ -1,5 +1,13 @@
 """Quantizers of low-precision formats that calls take, in PyTorch."""
 
+from .mxfp8 import Mxfp8, dequantize_mxfp8, quantize_mxfp8
 from .nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
-__all__ = ["dequantize_nvfp4", "nvfp4_global_scale", "quantize_nvfp4"]
+__all__ = [
+    "Mxfp8",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
+    "nvfp4_global_scale",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+]

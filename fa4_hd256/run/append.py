@@ -11,6 +11,7 @@ import torch
 from ..architectures import Architecture
 from ..call.cache_checks import check_contents
 from ..call.memory import View
+from ..call.mxfp8_scales import refuse_new_rows
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
 from ..kernels.nvfp4_format import BLOCK_SCALES, NVFP4
@@ -35,6 +36,7 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     after = check_contents(call, ordered)
     attention = call.attention(after).with_batches()
     problem, num_splits = described(attention, values.attention(), out=call.out)
+    refuse_new_rows(problem.descale)
     builder = PlanBuilder.for_tensors(problem.device, CacheTensors._fields, tensors)
     views = dict(builder.inputs)
     rows = dict(views)

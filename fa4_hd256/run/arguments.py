@@ -19,7 +19,8 @@ NOTE [arguments of the forward].  One list, in two forms:
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
                   masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
-                  `ProblemClass.descales` names, (entries, heads_kv) float32, then out_gate, like
+                  `ProblemClass.descales` names, (entries, heads_kv) float32, of blocks (batch,
+                  heads, tiles, 2, 128) int32, then out_gate, like
                   out or (batch, seqlen_q, heads_q),
                   then what functions of the call read, then the block scales of k and v in
                   NVFP4, (.., 8) of out's type, then memory for V^T where the tiles take
@@ -56,7 +57,14 @@ from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
 from ..kernels.nvfp4_format import BLOCK_SCALES, block_scales_of
-from ..kernels.problem_class import GATE_OF_HEADS, OUT_GATE, CallScalars, ProblemClass
+from ..kernels.problem_class import (
+    DESCALES,
+    GATE_OF_HEADS,
+    OF_BLOCKS,
+    OUT_GATE,
+    CallScalars,
+    ProblemClass,
+)
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.small.combine_config import CombineClass
 from .tile_counter import tile_counter
@@ -153,6 +161,9 @@ def dynamic_tensor(tensor: torch.Tensor | View, alignment: int) -> Any:
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
 
 
+#: Dimensions of scales of blocks.
+SCALE_RANK = 5
+
 #: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
 _TABLES = {
     PAGE_TABLE: (2, 4),
@@ -192,14 +203,14 @@ def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
     return [
         gate_value(tensor)
         if name == OUT_GATE
-        else dynamic_tensor(tensor, max(_alignment(name), tensor.element_size()))
+        else dynamic_tensor(tensor, max(_alignment(name, tensor.ndim), tensor.element_size()))
         for name, tensor in zip(names, tensors, strict=True)
     ]
 
 
-def _alignment(name: str) -> int:
+def _alignment(name: str, rank: int) -> int:
     """Return the bytes that rows of a tensor beside q, k and v are aligned to."""
-    if name in BLOCK_SCALES:
+    if name in BLOCK_SCALES or name in DESCALES and rank == SCALE_RANK:
         return TMA_ALIGNMENT
     return _TABLES[name][1] if name in _TABLES else WORD
 
@@ -300,7 +311,9 @@ def compile_arguments(
         results = (*results, results[1])
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
-    optional += [tensor_type(cutlass.Float32, 2, 4) for _ in problem_class.descales]
+    of_blocks = problem_class.descale == OF_BLOCKS
+    scale = (cutlass.Int32, SCALE_RANK, TMA_ALIGNMENT) if of_blocks else (cutlass.Float32, 2, 4)
+    optional += [tensor_type(*scale) for _ in problem_class.descales]
     optional += gate_types(element, problem_class.out_gate)
     optional += function_types(problem_class)
     optional += [

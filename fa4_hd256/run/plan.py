@@ -19,7 +19,9 @@ import torch
 
 from ..call.descales import scale_layout
 from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_strides
+from ..call.mxfp8_scales import words_of
 from ..kernels.limits import TMA_ALIGNMENT
+from ..kernels.problem_class import OF_BLOCKS
 from .arguments import COUNTER, Number, Slot, dynamic_tensor, leaves, mapped, plain_arguments
 from .catalogue import KernelSpec
 
@@ -257,7 +259,12 @@ class PlanBuilder:
         return without_loose_strides(self.rows(view))
 
     def scale(self, view: View, descale: str) -> View:
-        """Descales as (entries, heads_kv); in place but where heads have a stride."""
+        """Descales as (entries, heads_kv); in place but where heads have a stride.  Those of blocks
+        as words, in place where they are contiguous."""
+        if descale == OF_BLOCKS:
+            dense = self.dense(view)
+            unaligned = dense.data_ptr() % TMA_ALIGNMENT != 0
+            return words_of(self.copied(dense) if unaligned else dense, view.name)
         found = scale_layout(view, descale)
         rows, heads = found.shape
         if heads > 1 and found.strides[1] != 1:

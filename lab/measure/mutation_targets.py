@@ -27,6 +27,7 @@ from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import DESCALES, E4M3
 from fa4_hd256.mask_mods import MaskMod
+from fa4_hd256.quantize import quantize_mxfp8
 from fa4_hd256.score_mods import ScoreMod
 from sm100_sim import Options, attached
 from sm100_sim.tools import mutants
@@ -161,6 +162,12 @@ def _in_e4m3(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
     return _dense([tensor.to(E4M3) for tensor in tensors], **scales, **options)
 
 
+def _in_mxfp8(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    """Call attention with q, k and v in mxfp8."""
+    q, k, v, *scales = quantize_mxfp8(*tensors)
+    return _dense([q, k, v], **dict(zip(DESCALES, scales, strict=True)), **options)
+
+
 def _packed(
     tensors: list[torch.Tensor], lengths: tuple[Lengths, ...] = (LENGTHS,), **options: Any
 ) -> torch.Tensor:
@@ -277,6 +284,7 @@ def _targets() -> Iterator[Target]:
         for name, call, options, shapes in (
             ("full", _dense, {}, SHAPES),
             ("e4m3", _in_e4m3, {}, SHAPES),
+            ("mxfp8", _in_mxfp8, {}, SHAPES),
             ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, every, packed),

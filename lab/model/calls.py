@@ -21,8 +21,9 @@ from fa4_hd256.call.forward_problem import Problem, choose_tiles, tuned_tiles
 from fa4_hd256.call.options import Options
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
-from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.kernel_set import MXFP8, kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import OF_BLOCKS
 from fa4_hd256.kernels.rows.sequences import PADDING
 from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
 
@@ -59,7 +60,8 @@ def forward_problem(
     for the default one. kv_dtype: of K and V, as `ProblemClass`."""
     q_dtype = None if config is None else config.tiles.q_dtype
     kv_dtype = kv_dtype or q_dtype
-    known = kernels_of(architecture).forward_tiles(config, kv_dtype, q_dtype)
+    blocks = config is not None and config.tiles.kind == MXFP8
+    known = kernels_of(architecture).forward_tiles(config, kv_dtype, q_dtype, blocks)
     ragged: tuple[str, ...] = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
     if case.page_size:
         ragged = ("seqused_k", "page_table")
@@ -72,6 +74,7 @@ def forward_problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
         architecture, tiles, packed, page_size=case.page_size, q_dtype=q_dtype, kv_dtype=kv_dtype,
+        descale=OF_BLOCKS if blocks else "",
     )  # fmt: skip
 
 

@@ -18,12 +18,17 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided, last_wave
 from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.mxfp8_scales import words_of
 from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.check.single_kernels import empty_results, empty_stats
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import E4M3_TILES, TILES, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_TILES
 from fa4_hd256.kernels.context import CLAIM_STEPS
+from fa4_hd256.kernels.kernel_set import MXFP8
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import DESCALES
+from fa4_hd256.quantize import quantize_mxfp8
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.bug_report import versions
@@ -196,9 +201,9 @@ class Ours(OurProvider):
     ) -> Variant | DecodeVariant:
         kind, rows, problem = Kind.of(case), None, self._problem(case)
         config = None
-        if isinstance(self.config, ForwardConfig) and problem.tiles == E4M3_TILES:
+        if isinstance(self.config, ForwardConfig) and problem.tiles in (E4M3_TILES, MXFP8_TILES):
             config = self.config
-        if direction == FORWARD and problem.tiles not in (TILES, E4M3_TILES):
+        if direction == FORWARD and problem.tiles not in (TILES, E4M3_TILES, MXFP8_TILES):
             return DecodeVariant.of(case, problem, use_clc, divided)
         if divided:
             # Costs follow how many rows a tile has, which store their O; windowed samples have all.
@@ -215,7 +220,8 @@ class Ours(OurProvider):
         config: Any = variant.config or ForwardConfig()
         # Q is there twice: the load warp loads the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
-            variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
+            variant.policy, ordered=config.ordered_tiles,
+            packs_heads=config.tiles.kind != MXFP8, in_a_row=True,
             dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
             kv_bytes=config.element_bytes, operand_bytes=config.element_bytes,
         )  # fmt: skip
@@ -343,12 +349,17 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     limits = (longest or queries, longest or keys) if kind.packed else (None, None)
     # The forward's own tiles, however few the rows.
     config = variant.config if isinstance(variant.config, ForwardConfig) else ForwardConfig()
-    if config.is_e4m3:
+    if config.tiles.kind == MXFP8:
+        found = quantize_mxfp8(*tensors[:3])
+        tensors, ragged = found[:3], ragged | dict(zip(DESCALES, found[3:], strict=True))
+    elif config.is_e4m3:
         tensors = tuple(one.to(torch.float8_e4m3fn) for one in tensors[:3])
     problem = Problem.describe(tensors[:3], options, None, ragged, limits[0], limits[1], config)
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
-        return forward_call(variant, problem, tensors, tuple(ragged[n] for n in problem.ragged))
+        given = [ragged[name] for name in problem.ragged]
+        given += [words_of(ragged[name], name) for name in problem.scales]
+        return forward_call(variant, problem, tensors, tuple(given))
     return backward_call(variant, problem, tensors, tuple(ragged.values()))
 
 

@@ -11,6 +11,7 @@ from ...softmax_emu.pattern import Ex2Pattern
 from ..backward.ds_tiles import DS_BLOCK, DS_TILE
 from ..forward.tiles import ForwardTiles
 from ..kernel_set import (
+    MXFP8,
     BackwardKernel,
     BackwardSet,
     KernelSet,
@@ -20,6 +21,7 @@ from ..rows.sequences import PADDING
 from . import tuning
 from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
+from .forward.mxfp8_config import MXFP8_CONFIG, MXFP8_TILES
 from .pair_plan import BLOCK_KV, CTAS
 
 RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
@@ -40,14 +42,16 @@ def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: boo
     few = _OF_FEW_ROWS.get(tiles)
     if few is not None:
         return few
-    is_e4m3 = tiles == E4M3_TILES
-    return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu, is_e4m3=is_e4m3), is_e4m3)
+    # mxfp8 takes the mix of e4m3: its softmax does the same.
+    is_e4m3 = tiles in (E4M3_TILES, MXFP8_TILES)
+    pattern = tuning.pattern_for(causal, seqlen_k, gpu, is_e4m3=is_e4m3)
+    return _with_pattern(pattern, {E4M3_TILES: E4M3_CONFIG, MXFP8_TILES: MXFP8_CONFIG}.get(tiles))
 
 
 @functools.lru_cache(maxsize=64)
-def _with_pattern(pattern: Ex2Pattern, is_e4m3: bool) -> ForwardConfig:
+def _with_pattern(pattern: Ex2Pattern, config: ForwardConfig | None) -> ForwardConfig:
     """Every call needs one, and the plans take longer to derive than a small call to launch."""
-    return replace(E4M3_CONFIG if is_e4m3 else ForwardConfig(), ex2_pattern=pattern)
+    return replace(config or ForwardConfig(), ex2_pattern=pattern)
 
 
 KERNELS = KernelSet(
@@ -55,6 +59,7 @@ KERNELS = KernelSet(
     {
         "forward": "forward.kernel:ForwardKernel",
         "forward_e4m3": "forward.e4m3:ForwardE4m3Kernel",
+        MXFP8: "forward.mxfp8:ForwardMxfp8Kernel",
         "forward_decode": "decode.kernel:DecodeKernel",
         "forward_decode_e4m3": "decode.e4m3:DecodeE4m3Kernel",
         "backward_dv": "backward.dv:DvKernel",
@@ -64,6 +69,7 @@ KERNELS = KernelSet(
     },
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
+    e4m3_config="forward.mxfp8_config:Mxfp8Config",
     backward_config="backward.config:BackwardConfig",
     tuned=tuned,
     # Tiles of few rows come first: NOTE [keys as M] in `decode.config`.
@@ -72,6 +78,7 @@ KERNELS = KernelSet(
         TILES,
         *(config.tiles for config in DECODE_E4M3),
         E4M3_TILES,
+        MXFP8_TILES,
     ),
     backward=BackwardSet(
         stored=(

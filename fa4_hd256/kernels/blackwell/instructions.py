@@ -144,7 +144,7 @@ class MmaShape:
         )
 
 
-def _chain_ptx(
+def chain_ptx(
     a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout, shape: MmaShape
 ) -> str:
     """The text of `mma_chain`: r0 accumulator, r1 and r2 A and B, r3 accumulate, r4 shape."""
@@ -204,7 +204,7 @@ def mma_chain(
     a_word, a_layout = a
     b_word, b_layout = b
     cute.arch.inline_ptx(
-        _chain_ptx(a_layout, b_layout, shape),
+        chain_ptx(a_layout, b_layout, shape),
         read_only_args=[
             Int32(accumulator),
             Int32(a_word),

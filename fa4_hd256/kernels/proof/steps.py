@@ -56,7 +56,8 @@ class Ring:
     executes them in the order of their issue.  Both edges have as many stages as there are buffers.
     over: the ring whose buffers these lie over.  parts: stages that lie over one buffer of that.
     share: (which, of how many) parts of each buffer of that ring they lie over. regions: of the
-    SMEM or TMEM plan, each with so many buffers; the ring's name if none is given.
+    SMEM or TMEM plan, each with so many buffers; the ring's name if none is given.  is_permit:
+    there are none: `full` says that something else may go on.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Ring:
     parts: int = 1
     share: tuple[int, int] = (0, 1)
     regions: tuple[str, ...] = ()
+    is_permit: bool = False
 
     @property
     def freed(self) -> str:

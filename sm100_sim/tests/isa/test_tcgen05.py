@@ -311,7 +311,7 @@ def test_n_of_a_pair_with_a_in_tensor_memory():
 @pytest.mark.parametrize("bit", [0, 29])
 def test_reserved_bits_of_an_instruction_descriptor_in_a_kernel(bit):
     product = mma.Product(1, 128, 64)
-    raw = product.instruction_descriptor
+    raw = product.instruction_descriptor()
     case = mma.probe_of(product).case
     text = case.ptx.replace(f"mov.u32 %r20, {raw:#x}", f"mov.u32 %r20, {raw | 1 << bit:#x}")
     with pytest.raises(SimulationError, match=f"reserved bit {bit} is set"):

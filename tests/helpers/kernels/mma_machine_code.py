@@ -30,7 +30,7 @@ _REGISTER = re.compile(r"(?<![A-Za-z_])U?R(?:\d+|Z)(?![A-Za-z_\d])")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+$|-?\d+$")
 _OPERANDS = re.compile(
     r"(?:gdesc|(tmem))\[(UR\d+)(?:\+(0x[0-9a-f]+))?\], gdesc\[(UR\d+)\], tmem\[(UR\d+)\], "
-    r"tmem\[(UR\d+)\], idesc\[(UR\d+)\], (!?UPT|!?UP\d)"
+    r"tmem\[(UR\d+)\], idesc\[(UR\d+)\], (?:tmem\[(UR\d+)\], )?(!?UPT|!?UP\d)"
 )
 #: Copies: the value of the first operand that is no zero register.
 _COPIES = ("UMOV", "MOV", "MOV.SPILL", "R2UR", "R2UR.FILL", "R2UR.BROADCAST", "IMAD.MOV.U32")
@@ -42,7 +42,8 @@ class Chain:
     """MMAs on one result.  kind, group: of the instruction.  a, b: distance of each operand from
     the first one, in the units of its address.  upper_a, upper_b: upper words of the descriptors,
     None for A in tensor memory.  descriptor: of the instruction.  adds: whether each one adds to
-    the result; None where that is decided at run time."""
+    the result; None where that is decided at run time.  scales: with scales of blocks, of each MMA
+    the bits of its own in the descriptor, and the distances of A's and B's from the first one's."""
 
     kind: str
     group: int
@@ -52,15 +53,19 @@ class Chain:
     upper_b: int
     descriptor: int
     adds: tuple[bool | None, ...]
+    scales: tuple[tuple[int, int, int], ...] = ()
 
 
 # --------------------------------------------------------------------------------- PTX
 
 _BLOCK = re.compile(r"\{\s*\.reg \.pred elected, add;(.*?)\n\}", re.DOTALL)
 _MMA = re.compile(
-    r"@elected tcgen05\.mma\.cta_group::(\d)\.kind::(\w+) \[[^\]]+\], "
-    r"(a_desc|\[a \+ (\d+)\]), b_desc, (\d+), (add|1);"
+    r"@elected tcgen05\.mma\.cta_group::(\d)\.kind::(\w+)(?:\.block_scale\.block32)? "
+    r"\[[^\]]+\], (a_desc|\[a \+ (\d+)\]), b_desc, "
+    r"(\d+|idesc, \[a_scales\], \[b_scales\]), (add|1);"
 )
+#: Bits of a descriptor that name the byte of a slice's scales.
+_SCALE_IDS = 3 << 29 | 3 << 4
 
 
 def chains_of_ptx(text: str) -> list[Chain]:
@@ -75,7 +80,10 @@ def chains_of_ptx(text: str) -> list[Chain]:
         first = re.search(r"setp\.ne\.b32 add, (%\w+|\d+), 0;", block)
         assert first is not None and len(set(upper["b"])) == 1 and len(set(upper["a"])) <= 1
         start = None if first[1].startswith("%") else first[1] != "0"
-        ((group, kind, descriptor),) = {(int(m[0]), m[1], int(m[4])) for m in mmas}
+        ((group, kind, described),) = {(int(m[0]), m[1], m[4]) for m in mmas}
+        scales = _scales_of_ptx(block)
+        if scales:
+            described = re.search(r"or\.b32 idesc, (\d+)", block)[1]
         found.append(
             Chain(
                 kind,
@@ -84,11 +92,22 @@ def chains_of_ptx(text: str) -> list[Chain]:
                 tuple(x - lower["b"][0] for x in lower["b"]),
                 None if in_tmem else upper["a"][0],
                 upper["b"][0],
-                descriptor,
+                int(described),
                 tuple(start if mma[5] == "add" else True for mma in mmas),
+                scales,
             )
         )
     return found
+
+
+def _scales_of_ptx(block: str) -> tuple[tuple[int, int, int], ...]:
+    """Return `Chain.scales` of a chain's text."""
+    bits = _numbers(r"or\.b32 idesc, \d+, (\w+);", block)
+    places = [_numbers(rf"add\.u32 {name}_scales, %\w+, (\w+);", block) for name in "ab"]
+    return tuple(
+        (own, a - places[0][0] & _WORD, b - places[1][0] & _WORD)
+        for own, a, b in zip(bits, *places, strict=True)
+    )
 
 
 def _numbers(pattern: str, text: str) -> tuple[int, ...]:
@@ -228,6 +247,7 @@ class MachineMma:
     mask: Value
     descriptor: Value
     adds: bool | None
+    scales: tuple[Value, Value] | None = None
 
 
 def machine_mmas(function: SassFunction) -> list[MachineMma]:
@@ -251,12 +271,13 @@ def _read(instruction: SassInstruction, registers: Registers) -> MachineMma:
         name = f"UR{int(name[2:]) + further}"
         return registers.get(name, (f"{name} at entry", 0))
 
-    in_tmem, a, offset, b, result, mask, descriptor, adds = match.groups()
+    in_tmem, a, offset, b, result, mask, descriptor, scales, adds = match.groups()
+    kind = "f8f6f4" if instruction.base == "UTCQMMA" else "f16"
     root, place = value(a)
     return MachineMma(
         instruction,
         2 if ".2CTA" in instruction.opcode else 1,
-        "f8f6f4" if instruction.base == "UTCQMMA" else "f16",
+        f"mx{kind}" if scales else kind,
         in_tmem is not None,
         (root, place + int(offset or "0", 0)),
         value(a, 1),
@@ -266,6 +287,7 @@ def _read(instruction: SassInstruction, registers: Registers) -> MachineMma:
         value(mask),
         value(descriptor),
         {"UPT": True, "!UPT": False}.get(adds),
+        (value(scales), value(scales, 1)) if scales else None,
     )
 
 
@@ -293,9 +315,13 @@ def chains_of_machine_code(function: SassFunction, wanted: list[Chain]) -> list[
 def _chain(mmas: list[MachineMma]) -> Chain | None:
     """Return a run of MMAs as a chain; None if they are not on one result from one base."""
     first = mmas[0]
+    # The byte of scales is each MMA's own.
+    of_slice = _SCALE_IDS if first.scales else 0
     same = {
-        (m.group, m.kind, m.a_in_tmem, m.a[0], m.b[0], m.result, m.mask, m.descriptor) for m in mmas
-    }
+        (m.group, m.kind, m.a_in_tmem, m.a[0], m.b[0], m.result, m.mask, m.descriptor[0],
+         m.descriptor[1] & ~of_slice, *(root for root, _ in m.scales or ()))
+        for m in mmas
+    }  # fmt: skip
     uppers = {m.upper_b for m in mmas} | (
         {m.upper_a for m in mmas} if not first.a_in_tmem else set()
     )
@@ -313,8 +339,16 @@ def _chain(mmas: list[MachineMma]) -> Chain | None:
         tuple(m.b[1] - first.b[1] for m in mmas),
         None if first.a_in_tmem else first.upper_a[1],
         first.upper_b[1],
-        first.descriptor[1],
+        first.descriptor[1] & ~of_slice,
         tuple(m.adds for m in mmas),
+        tuple(
+            (
+                m.descriptor[1] & of_slice,
+                *(x - y & _WORD for (_, x), (_, y) in zip(m.scales, first.scales)),
+            )
+            for m in mmas
+            if m.scales and first.scales
+        ),
     )
 
 
@@ -323,7 +357,7 @@ def _agrees(machine: Chain, ptx: Chain) -> bool:
     the first MMA adds, machine code may know."""
     adds = zip(machine.adds, ptx.adds, strict=True)
     rest = [getattr(machine, name) == getattr(ptx, name) for name in
-            ("kind", "group", "a", "b", "upper_a", "upper_b", "descriptor")]  # fmt: skip
+            ("kind", "group", "a", "b", "upper_a", "upper_b", "descriptor", "scales")]  # fmt: skip
     return all(rest) and all(wanted is None or mine == wanted for mine, wanted in adds)
 
 
@@ -407,6 +441,12 @@ def _mark_reads(instruction: SassInstruction, reads: list[str], state: UnderWay)
 def _tensor_operands(instruction: SassInstruction) -> list[str]:
     """Return the registers that a tcgen05 instruction reads: of matrix descriptors two."""
     if instruction.base in ("UTCHMMA", "UTCQMMA"):
+        # Scales are two words behind the descriptor.
+        operands = re.sub(r"(idesc\[UR\d+\], )tmem", r"\1scales", instruction.operands)
+        found = re.findall(r"(\w+)\[UR(\d+)", operands)
+        two = ("gdesc", "scales")
+        return [f"UR{int(n) + i}" for kind, n in found for i in range(1 + (kind in two))]
+    if instruction.base == "UTCCP":
         found = re.findall(r"(\w+)\[UR(\d+)", instruction.operands)
         return [f"UR{int(n) + i}" for kind, n in found for i in range(1 + (kind == "gdesc"))]
     if instruction.base == "UTCBAR":

@@ -11,7 +11,10 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
+from fa4_hd256.kernels.blackwell.forward.mxfp8_config import Mxfp8Config
+from fa4_hd256.kernels.problem_class import DESCALES
 from fa4_hd256.kernels.proof.programs import OperationKind, Programs
+from fa4_hd256.quantize import quantize_mxfp8
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
@@ -165,6 +168,9 @@ def attend(
     if backward is not None:
         options["backward_config"] = backward
     q, k, v = q.to(q_dtype), k.to(kv_dtype), v.to(kv_dtype)
+    if isinstance(options.get("config"), Mxfp8Config):
+        q, k, v, *scales = quantize_mxfp8(q, k, v)
+        options |= dict(zip(DESCALES, scales))
     out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
     if backward is not None:
         out.backward(torch.randn_like(out))

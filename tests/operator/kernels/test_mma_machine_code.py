@@ -14,7 +14,15 @@ from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx, hazar
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
 from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
-from fa4_hd256.kernels.problem_class import E4M3, OF_SEQUENCES, GradientClass, ProblemClass
+from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_CONFIG
+from fa4_hd256.kernels.block_scales import SCALE_BLOCK
+from fa4_hd256.kernels.problem_class import (
+    E4M3,
+    OF_BLOCKS,
+    OF_SEQUENCES,
+    GradientClass,
+    ProblemClass,
+)
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -27,6 +35,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 CAUSAL = ProblemClass(torch.bfloat16, bounded_right=True)
 E4M3_KEYS = replace(CAUSAL, kv_dtype=E4M3)
 QUERIES_TOO = replace(E4M3_KEYS, q_dtype=E4M3, descale=OF_SEQUENCES)
+BLOCKS = replace(QUERIES_TOO, descale=OF_BLOCKS)
 
 
 def specs() -> dict[str, KernelSpec]:
@@ -38,6 +47,7 @@ def specs() -> dict[str, KernelSpec]:
         "forward-clc": KernelSpec("forward", ForwardConfig(), replace(CAUSAL, use_clc=True)),
         "forward-negated": KernelSpec("forward", ForwardConfig(), negated),
         "forward_e4m3": KernelSpec("forward_e4m3", E4M3_CONFIG, QUERIES_TOO),
+        "forward_mxfp8": KernelSpec("forward_mxfp8", MXFP8_CONFIG, BLOCKS),
         **{f"decode-{c.rows}": KernelSpec("forward_decode", c, CAUSAL) for c in DECODE},
         **{f"decode_e4m3-{c.rows}": KernelSpec("forward_decode_e4m3", c, E4M3_KEYS)
            for c in DECODE_E4M3},
@@ -91,7 +101,8 @@ def test_no_kernel_has_local_memory(name):
 def forms(chain: Chain) -> set[tuple]:
     """Return what a golden case has of a chain: group, kind, M, N, signs, majors, and where A lies
     and B, with a swizzle or without."""
-    found = decode_instruction(chain.descriptor, chain.kind, chain.group)
+    block = SCALE_BLOCK if chain.scales else 0
+    found = decode_instruction(chain.descriptor, chain.kind, chain.group, False, block)
     a = "tmem" if chain.upper_a is None else chain.upper_a >> 29
     majors = found.a_mn_major, found.b_mn_major
     return {(chain.group, chain.kind, found.m, found.n, *majors, a, chain.upper_b >> 29, sign)

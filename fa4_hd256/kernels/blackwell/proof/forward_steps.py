@@ -10,6 +10,7 @@ from ...context import CLAIM_STEPS
 from ...proof.steps import (
     MMA,
     Act,
+    Action,
     Ring,
     Role,
     StepTable,
@@ -28,6 +29,7 @@ from ...proof.steps import (
     write,
 )
 from ..forward.config import P_HALVES, ForwardConfig
+from ..forward.mxfp8_config import Mxfp8Config
 
 RINGS = (
     loaded("kv"),
@@ -43,28 +45,30 @@ RINGS = (
     Ring("scale", full="scale_done", free="scale_free"),
 )
 
+
 # Each wait for scale_free allows the write of a factor or of 1/sum.  A tile's first one is at its
 # beginning.  Every later one is in the step before its write, where the first half of P is handed
 # over: `scores`, NOTE [stores hidden by exponentials].
-SOFTMAX = Role(
-    "softmax",
-    (
+def _softmax(*read_s: Action) -> Role:
+    """Return the softmax's role.  read_s: what it does when S is in registers."""
+    step = (
+        wait("s_done"),
+        read("s", "S"),
+        *read_s,
+        write("scale", "factor"),
+        arrive("scale_done"),
+        wait("scale_free"),
+        write("p_first", "first P"),
+        arrive("p_first_done"),
+        write("p_last", "last P"),
+        arrive("p_last_done"),
+    )
+    acts = (
         act(wait("scale_free"), when=When.FIRST),
-        act(
-            wait("s_done"),
-            read("s", "S"),
-            write("scale", "factor"),
-            arrive("scale_done"),
-            wait("scale_free"),
-            write("p_first", "first P"),
-            arrive("p_first_done"),
-            write("p_last", "last P"),
-            arrive("p_last_done"),
-        ),
+        act(*step),
         act(write("scale", "1/sum"), arrive("scale_done"), when=When.LAST),
-    ),
-    end=(wait_all("scale_free"),),
-)
+    )
+    return Role("softmax", acts, end=(wait_all("scale_free"),))
 
 
 def _correction(o_slices: int) -> Role:
@@ -93,12 +97,14 @@ def _epilogue(o_slices: int) -> Role:
     return Role("epilogue", (act(*store * o_slices, arrive("q_free"), when=When.LAST),))
 
 
-def _multiply(is_ahead: bool) -> tuple[Act, ...]:
-    """Return what the MMA warp does.  is_ahead: QK of the following step goes before PV."""
+def _multiply(is_ahead: bool, *scales: Action) -> tuple[Act, ...]:
+    """Return what the MMA warp does.  is_ahead: QK of the following step goes before PV.  scales:
+    what it waits for to have those of QK in tensor memory."""
     return (
         act(wait("q_loaded"), when=When.FIRST, is_ahead=is_ahead),
         act(
             wait("kv_loaded"),
+            *scales,
             multiply("QK", read("q", "Q"), read("kv", "K"), write("s", "S")),
             arrive("kv_free"),
             arrive("s_done"),
@@ -135,7 +141,14 @@ def forward_steps(config: ForwardConfig) -> StepTable:
         claims=CLAIM_STEPS,
         crosses=is_ahead,
     )
-    mma = Role(MMA, _multiply(is_ahead), end=(wait_all("o_free"),), crosses=is_ahead)
     rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=config.o_slices))
-    others = SOFTMAX, _correction(config.o_slices), _epilogue(config.o_slices)
+    scales: tuple[Action, ...] = ()
+    read_s: tuple[Action, ...] = ()
+    end: tuple[Action, ...] = (wait_all("o_free"),)
+    if isinstance(config, Mxfp8Config):
+        # The scales of QK lie over the S before it.
+        rings = (*rings, Ring("s_read", full="s_read", is_permit=True))
+        scales, read_s, end = (wait("s_read"),), (arrive("s_read"),), (wait_all("s_read"), *end)
+    mma = Role(MMA, _multiply(is_ahead, *scales), end=end, crosses=is_ahead)
+    others = _softmax(*read_s), _correction(config.o_slices), _epilogue(config.o_slices)
     return StepTable(rings, (load, mma, *others))

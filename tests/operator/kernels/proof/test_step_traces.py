@@ -13,6 +13,7 @@ from step_traces import assert_as_declared, attend, of_entry, steps_of, table_of
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.forward.mxfp8_config import Mxfp8Config
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.proof.programs import OperationKind
 from fa4_hd256.kernels.proof.steps import Verb
@@ -68,11 +69,13 @@ def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
         ((1200, 300), True, {"ordered_tiles": False}),
         ((512, 100), False, {}),
         ((512, 600), False, {"s_stages": 1}),
+        ((1200, 300), True, {"kind": Mxfp8Config}),
     ],
 )
 @pytest.mark.sampled("lengths0-True-options0-static", "lengths2-False-options2-static")
 def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc, reports):
-    config = ForwardConfig(**options)
+    options = dict(options)
+    config = options.pop("kind", ForwardConfig)(**options)
     seen = attend(lengths, causal, config=config, use_clc=use_clc)
     tiles = steps_of(seen, TILE_Q, TILE_K)
     if causal and config.ordered_tiles:

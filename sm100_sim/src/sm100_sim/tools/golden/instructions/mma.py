@@ -28,6 +28,8 @@ K_BYTES, SLICE_BYTES, SLICES = 128, 32, 4
 #: Columns of tensor memory that K of A takes, four bytes each.
 A_COLUMNS = K_BYTES // 4
 _ROW_BYTES = 128
+#: Scales of 128 rows, four bytes each.
+_ATOM_BYTES = 512
 _WIDTH = {"bf16": 2, "f16": 2, "e4m3": 1}
 
 
@@ -35,7 +37,8 @@ _WIDTH = {"bf16": 2, "f16": 2, "e4m3": 1}
 class Product:
     """One form: group, M (of the pair) and N; dtype; where A lies ("k", "mn": in shared memory,
     K-major or M-major; "tmem"); whether B is N-major. plain: operands in shared memory without a
-    swizzle, "a" and "b". negate: A is negated."""
+    swizzle, "a" and "b". negate: A is negated. scaled: kind::mxf8f6f4, with an E8M0 scale for each
+    32 elements of K, copied to tensor memory by tcgen05.cp."""
 
     group: int
     m: int
@@ -45,12 +48,13 @@ class Product:
     b_mn: bool = False
     plain: str = ""
     negate: bool = False
+    scaled: bool = False
 
     @property
     def name(self) -> str:
         majors = ("A", self.a), ("B", "mn" if self.b_mn else "k")
         operands = (f"{x} {where}{' plain' * (x.lower() in self.plain)}" for x, where in majors)
-        shape = f"{self.dtype} {self.m}x{self.n} group {self.group}"
+        shape = f"{self.dtype}{' scaled' * self.scaled} {self.m}x{self.n} group {self.group}"
         return f"mma {shape} {' '.join(operands)}{' negated' * self.negate}"
 
     @property
@@ -69,14 +73,22 @@ class Product:
 
     @property
     def kind(self) -> str:
+        if self.scaled:
+            return "mxf8f6f4"
         return "f8f6f4" if self.dtype == "e4m3" else "f16"
 
     @property
-    def instruction_descriptor(self) -> int:
+    def scale_atoms(self) -> int:
+        """Atoms of scales of a CTA: of its rows of A, and of all of B."""
+        return 1 + self.n // LANES if self.scaled else 0
+
+    def instruction_descriptor(self, number: int = 0) -> int:
+        """Return that of a slice of K: it names the byte of the slice's scales."""
+        scales = ("ue8m0", number, number, SLICE_BYTES) if self.scaled else ()
         return encode_instruction(
             InstructionDescriptor(
                 KINDS[self.kind], self.m, self.n, self.dtype, self.dtype, "f32", self.negate,
-                False, self.a == "mn", self.b_mn,
+                False, self.a == "mn", self.b_mn, False, *scales,
             )
         )  # fmt: skip
 
@@ -105,9 +117,13 @@ PRODUCTS = (
     *(Product(1, 128, n, "e4m3", "mn", True, "b") for n in (32, 64, 128)),
     # The forward of e4m3: P in tensor memory, V major in its columns.
     Product(2, 256, 128, "e4m3"), Product(2, 256, 256, "e4m3", "tmem", True),
+    # The forward of mxfp8, and a form of one CTA that its layouts of scales are made of.
+    Product(1, 128, 128, "e4m3", scaled=True), Product(2, 256, 128, "e4m3", scaled=True),
+    Product(2, 256, 256, "e4m3", "tmem", True, scaled=True),
     # Negative scales of scores.
     Product(1, 128, 32, negate=True), Product(1, 128, 32, "e4m3", negate=True),
     *(Product(2, m, 128, negate=True) for m in (128, 256)),
+    Product(2, 256, 128, "e4m3", negate=True, scaled=True),
 )  # fmt: skip
 
 
@@ -202,13 +218,19 @@ def _chain(p: Product, steps: tuple[int, int], result: str = "%taddr", adds: boo
         if p.a == "tmem"
         else f"add.u64 %da, %da, {steps[0]};\n"
     )
-    lines = [
-        f"mov.u32 %r20, {p.instruction_descriptor:#x};\n"
-        f"setp.{'eq' if adds else 'ne'}.u32 %sum, %rank, 0;\n"
-    ]
-    for _ in range(SLICES):
+    lines = [f"setp.{'eq' if adds else 'ne'}.u32 %sum, %rank, 0;\n"]
+    kind = f"{p.kind}.block_scale.block32" if p.scaled else p.kind
+    for number in range(SLICES):
+        scales = ""
+        if p.scaled:
+            places = (number << 30 | first for first in _scale_columns(p))
+            for name, place in zip(("%r18", "%r19"), places, strict=True):
+                lines.append(f"add.u32 {name}, %taddr, {place:#x};\n")
+            scales = "[%r18], [%r19], "
         lines.append(
-            f"tcgen05.mma.cta_group::{p.group}.kind::{p.kind} [{result}], {a}, %db, %r20, %sum;\n"
+            f"mov.u32 %r20, {p.instruction_descriptor(number):#x};\n"
+            f"tcgen05.mma.cta_group::{p.group}.kind::{kind} [{result}], {a}, %db, %r20, {scales}"
+            "%sum;\n"
             f"setp.eq.u32 %sum, %rank, 0;\n{a_next}add.u64 %db, %db, {steps[1]};\n"
         )
     return "".join(lines)
@@ -227,8 +249,28 @@ def _issued(group: int, chains: str) -> str:
     return f"{leaders}{chains}{signal}ISSUED:\n{await_barrier('WAITING')}"
 
 
+def _scale_columns(p: Product) -> tuple[int, int]:
+    """Return the first columns of the scales of A and of B: behind D and A."""
+    first = p.columns + (A_COLUMNS if p.a == "tmem" else 0)
+    return first, first + 4
+
+
+def _copies(p: Product) -> str:
+    """Scales of 32 rows to a column, four words a row: an atom is 32 rows of 16 bytes."""
+    raw = encode_matrix(MatrixDescriptor(0, 16, 128, 0))
+    lines = [_address("a", "s", raw)]
+    for atom in range(p.scale_atoms):
+        lines.append(
+            f"add.u32 %r1, %taddr, {_scale_columns(p)[0] + 4 * atom};\n"
+            f"tcgen05.cp.cta_group::{p.group}.32x128b.warpx4 [%r1], %da;\n"
+            f"add.u64 %da, %da, {_ATOM_BYTES // 16};\n"
+        )
+    return "".join(lines)
+
+
 def _issue(p: Product, a: Image, b: Image) -> str:
-    addresses = _address("a", "a", a.raw) + _address("b", "b", b.raw)
+    copies = _copies(p) if p.scaled else ""
+    addresses = copies + _address("a", "a", a.raw) + _address("b", "b", b.raw)
     start = f"{addresses}add.u32 %r21, %taddr, {p.columns};\n"
     return _issued(p.group, start + _chain(p, (a.step, b.step)))
 
@@ -248,7 +290,7 @@ def _a_to_tmem(columns: int) -> str:
 
 
 def _mma_ptx(p: Product, a: Image, b: Image) -> str:
-    needed = p.columns + (A_COLUMNS if p.a == "tmem" else 0)
+    needed = p.columns + (A_COLUMNS if p.a == "tmem" else 0) + 4 * p.scale_atoms
     sync = SYNC if p.group == 2 else "bar.sync 0;\n"
     # The descriptor of A is computed even if it lies in tensor memory; it needs a name.
     a_bytes = 1024 if p.a == "tmem" else a.size
@@ -256,13 +298,18 @@ def _mma_ptx(p: Product, a: Image, b: Image) -> str:
         f".shared .align 1024 .b8 b[{b.size}];\n.shared .align 1024 .b8 a[{a_bytes}];\n"
         f".reg .b32 %w<{A_COLUMNS}>;\n.reg .b16 %mask;\n"
     )
+    scales, out = "", "p2"
+    if p.scaled:
+        size, out = p.scale_atoms * _ATOM_BYTES, "p3"
+        shared += f".shared .align 1024 .b8 s[{size}];\n"
+        scales = to_shared(size, "p2", "s", "COPY_S")
     operand = _a_to_tmem(p.columns) if p.a == "tmem" else to_shared(a.size, "p0", "a", "COPY_A")
     body = (
-        f"{operand}{to_shared(b.size, 'p1', 'b', 'COPY_B')}fence.proxy.async;\n"
+        f"{operand}{to_shared(b.size, 'p1', 'b', 'COPY_B')}{scales}fence.proxy.async;\n"
         f"tcgen05.fence::before_thread_sync;\n{sync}tcgen05.fence::after_thread_sync;\n"
-        f"{_issue(p, a, b)}{dump_columns(dumped(p.columns), 'p2')}"
+        f"{_issue(p, a, b)}{dump_columns(dumped(p.columns), out)}"
     )
-    return frame(shared, body, p.group, allocated(needed), 3)
+    return frame(shared, body, p.group, allocated(needed), 3 + p.scaled)
 
 
 def allocated(columns: int) -> int:
@@ -299,6 +346,22 @@ def _parts(p: Product, which: str, values: np.ndarray) -> np.ndarray:
     return np.stack(parts).view(np.uint32)
 
 
+def _scales_of(seed: int, rows: int) -> np.ndarray:
+    """E8M0 codes of 1/2 to 4, uint8 (rows, slices): sums stay exact."""
+    picks = make.scrambled(seed, rows * SLICES) % np.uint64(4)
+    return (picks.astype(np.uint8) + np.uint8(126)).reshape(rows, SLICES)
+
+
+def _in_atoms(codes: np.ndarray) -> np.ndarray:
+    """The bytes of scales in shared memory: those of rows r, r + 32, r + 64, r + 96 together."""
+    return codes.reshape(-1, 4, 32, SLICES).transpose(0, 2, 1, 3).reshape(-1)
+
+
+def _scaled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    factors = np.exp2(codes.astype(np.float32) - 127)
+    return values * np.repeat(factors, values.shape[1] // SLICES, axis=1)
+
+
 def probe_of(p: Product, number: int = 0) -> Probe:
     """The probe of a form. number: of its random operands."""
     a, b = _small(700 + number, p.m, p.k), _small(800 + number, p.n, p.k)
@@ -306,13 +369,20 @@ def probe_of(p: Product, number: int = 0) -> Probe:
         a_memory = _bits(a, p.dtype).view(np.uint32).reshape(p.group, LANES, A_COLUMNS)
     else:
         a_memory = _parts(p, "a", a)
+    b_memory = _parts(p, "b", b)
     words = np.full((p.group, LANES, dumped(p.columns)), FILL, np.uint32)
+    scales: tuple[np.ndarray, ...] = ()
+    if p.scaled:
+        of_a, of_b = _scales_of(900 + number, p.m), _scales_of(950 + number, p.n)
+        a, b = _scaled(a, of_a), _scaled(b, of_b)
+        rows = (np.concatenate([own, of_b]) for own in np.split(of_a, p.group))
+        scales = (np.stack([_in_atoms(each) for each in rows]).view(np.uint32),)
     # Adding 0 makes +0 of a -0, which no sum of products that starts at +0 gives.
     result = (-a if p.negate else a) @ b.T + np.float32(0)
     words[_cell(p)] = result.astype(np.float32).view(np.uint32)
     case = Case(
         f"tcgen05/{p.name}", "tcgen05", _mma_ptx(p, _image(p, "a"), _image(p, "b")),
-        (np.ascontiguousarray(a_memory), _parts(p, "b", b)),
+        (np.ascontiguousarray(a_memory), b_memory, *scales),
         (np.zeros_like(words),), (), p.group, THREADS, p.group,
     )  # fmt: skip
     return Probe(

@@ -1,0 +1,306 @@
+"""The forward kernel for Q, K and V in mxfp8: `e4m3`, with a scale for each block of 32 elements.
+
+Both MMAs are kind::mxf8f6f4 with block scales, which the tensor core applies: those of Q and K
+along the head's columns, those of V along the keys.  Scales lie in global memory in atoms of 128
+rows x 4 blocks (`fa4_hd256.quantize.mxfp8`), and come with the tiles that they are of, on the same
+barriers.  Two atoms, 1 KiB, belong to each: the CTA's own 128 rows of Q, but all 128 keys of K and
+all 256 columns of V, since each CTA multiplies with all of B.
+
+NOTE [scales over S].  O and two S fill tensor memory.  Scales lie in columns of an S that is in
+registers already, copied there by tcgen05.cp before each MMA, which comes after it: those of
+QK(i + 1) over S(i), which the softmax has read (s_read); those of PV(i) over the same, behind P(i).
+QK(i + 2), which writes S there, is issued after both, as it is for P's sake (`kernel`, NOTE [S and
+P share columns]).  S(i) is read while PV(i - 1) runs, so that QK(i + 1) seldom waits for it.
+
+NOTE [scales of P].  P is rounded as it is in e4m3, with scales of 1, in each lane the same word.
+So the softmax stores them, in place of a copy.
+
+NOTE [tiles of packed sequences].  Each sequence begins with an atom of its own: before it there are
+ceil(length / 128) tiles for each one.  The load warp counts them once a tile, a lane a sequence.
+
+NOTE [scales behind the last key].  Keys that a sequence does not have are zeros, but 0 x NaN is
+NaN: no scale of V in the atom of the last key may be 0xFF, in blocks without a key neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from ....schedulers.protocol import WorkTile
+from ...block_scales import ATOM_BYTES, ATOMS
+from ...forward.context import ForwardKernelTensors
+from ...limits import FLOAT_BYTES, WARP_SIZE
+from ...operands import SharedMemory, TmaTensor, load_box
+from ...plan.edges import RingState
+from ...problem_class import DESCALES, ProblemClass
+from ...ranges import traced
+from ..instructions import fence_after_thread_sync, fence_before_thread_sync
+from ..pair_plan import BLOCK_KV
+from ..scaled_mma import ScaledMma, copy_scales
+from ..tmem import tmem_buffer, tmem_store
+from .config import P_LOG2
+from .context import BlackwellForwardContext, LoadRings, MmaRings, ScoreRow
+from .kernel import ForwardKernel, KvTile
+from .mxfp8_config import SCALE_ALIGNMENT, SCALE_COLUMNS, Mxfp8Config
+from .scores import StepScores
+
+#: Four scales of 1, E8M0.
+ONES = 0x7F7F7F7F
+#: Words of an atom.
+ATOM_WORDS = ATOM_BYTES // FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Mxfp8Context(BlackwellForwardContext):
+    """State that every warp role of one CTA shares.
+
+    "q_scales", "kv_scales" in `smem`: (2, 128, stages) words.  first_tiles: of one tile, those of
+    its sequence among the packed ones, of queries and of keys; None until they are counted.
+    """
+
+    first_tiles: tuple[Int32, Int32] | None = None
+
+    def of_tile(self, work: WorkTile) -> Mxfp8Context:
+        first_tiles = self._first_tile("q", work), self._first_tile("k", work)
+        return replace(super().of_tile(work), first_tiles=first_tiles)
+
+    def scale_tile(self, name: str, work: WorkTile, row: Int32) -> Int32:
+        """Return the number of the tile of scales, of q or of k and v, that a row begins."""
+        if self.first_tiles is None:
+            first = self._first_tile(name, work)
+        else:
+            first = self.first_tiles[name != "q"]
+        return first + row // BLOCK_KV
+
+    def _first_tile(self, name: str, work: WorkTile) -> Int32:
+        """NOTE [tiles of packed sequences]."""
+        tensors = self.sequences.tensors
+        offsets = tensors.cu_seqlens_q if name == "q" else tensors.cu_seqlens_k
+        if offsets is None:
+            return Int32(0)
+        return _tiles_before(offsets, self.batch(work))
+
+
+@cute.jit
+def _tiles_before(offsets: cute.Tensor, batch: Int32) -> Int32:
+    """Return the tiles of all sequences before one; by all lanes of a warp."""
+    tiles = Int32(0)
+    for first in cutlass.range(0, batch, WARP_SIZE, unroll=1):
+        sequence = first + cute.arch.lane_idx()
+        if sequence < batch:
+            length = offsets[sequence + 1] - offsets[sequence]
+            tiles += (length + BLOCK_KV - 1) // BLOCK_KV
+    return cute.arch.warp_redux_sync(tiles, "add")
+
+
+@dataclass
+class Mxfp8MmaRings(MmaRings):
+    """The rings of `MmaRings`, and read, which waits for s_read of the S before: its only stage."""
+
+    read: RingState
+
+
+@dataclass(frozen=True)
+class ReadScores(StepScores):
+    """Maker of scores that hands over the columns of S once it is in registers."""
+
+    def load(
+        self,
+        context: BlackwellForwardContext,
+        address: Int32,
+        row: ScoreRow,
+        key: Int32,
+        mask: Any,
+    ) -> Any:
+        """Return the row's scores, and store the scales of P where they lay."""
+        scores = StepScores.load(self, context, address, row, key, mask)
+        read = context.barriers["s_read"]
+        fence_before_thread_sync()
+        read.arrive(read.edge.producer_state(), is_converged=True)
+        # Or ptxas moves the arrival behind the maximum.
+        cute.arch.sync_warp()
+        first, columns = SCALE_COLUMNS["p"]
+        words = cute.make_rmem_tensor(columns, Int32)
+        words.fill(ONES)
+        tmem_store(cute.recast_tensor(words, Float32), address + first)
+        return scores
+
+
+class ForwardMxfp8Kernel(ForwardKernel):
+    """See the module's docstring; the arguments are those of `ForwardKernel`."""
+
+    context_class = Mxfp8Context
+    q_bytes = kv_bytes = 1
+    p_log2 = P_LOG2
+
+    def __init__(self, config: Mxfp8Config, problem_class: ProblemClass, scheduler: Any) -> None:
+        super().__init__(config, problem_class, scheduler)
+        of_first = len(self.pv0.b.step_bytes)
+        self.scaled_qk, self.scaled_pv0 = ScaledMma.of(self.qk), ScaledMma.of(self.pv0)
+        self.scaled_pv1 = ScaledMma.of(self.pv1, of_first)
+        self.scores = ReadScores(self.functions, config.block_kv, self.lists_steps)
+
+    def kernel_tensors(
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
+        """Return those of the base, with TMA tensors for the scales: the fields of the context that
+        have scales elsewhere."""
+        first = self.problem_class.sink + len(self.problem_class.ragged)
+        behind = first + len(DESCALES)
+        scales = map(_scale_tensor, optional[first:behind])
+        loaded = (*optional[:first], *scales, *optional[behind:])
+        return super().kernel_tensors(operands, lse, loaded)
+
+    def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
+        return *super().descriptors(tensors), *self.descales(tensors.optional).values()
+
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        found = super().smem(memory)
+        for name, stages in (("q", self.config.q_stages), ("kv", self.config.kv_stages)):
+            region = memory.region(f"{name}_scales", Int32, SCALE_ALIGNMENT)
+            strides = ATOM_WORDS, 1, ATOMS * ATOM_WORDS
+            layout = cute.make_layout((ATOMS, ATOM_WORDS, stages), stride=strides)
+            found[f"{name}_scales"] = cute.make_tensor(region, layout)
+        return found
+
+    # ------------------------------------------------------------ load
+
+    def _load_q(
+        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
+    ) -> LoadRings:
+        """Load this CTA's rows of Q behind their scales, to the same barrier."""
+        context.barriers["q_free"].wait(rings.q)
+        place = context.query(work), self.first_row(context, work), work.head
+        self._load_scales(context, "q", work, place, rings.q)
+        loaded: LoadRings = super()._load_q(context, work, rings)
+        return loaded
+
+    def _load_kv(
+        self,
+        context: BlackwellForwardContext,
+        work: WorkTile,
+        kv_tile: KvTile,
+        name: str,
+        rings: LoadRings,
+    ) -> LoadRings:
+        """Load this CTA's half of K or V behind the scales of all of it, to the same barrier."""
+        context.barriers["kv_free"].wait(rings.kv)
+        place = context.key(work), self.first_key(kv_tile), work.head // context.heads_per_kv
+        self._load_scales(context, name, work, place, rings.kv)
+        loaded: LoadRings = super()._load_kv(context, work, kv_tile, name, rings)
+        return loaded
+
+    def _load_scales(
+        self,
+        context: BlackwellForwardContext,
+        name: str,
+        work: WorkTile,
+        place: tuple[Any, Int32, Int32],
+        state: RingState,
+    ) -> None:
+        """Load the scales of a tile.  place: (its sequence, first row, head)."""
+        assert isinstance(context, Mxfp8Context), "context_class says so"
+        (sequence, row, head), ring = place, "q" if name == "q" else "kv"
+        source: Any = getattr(context, f"{name}_descale")
+        tile = context.scale_tile(name, work, row)
+        atoms = source.tensor[sequence.batch, head, tile, None, None]
+        box = cute.local_tile(atoms, (ATOMS, ATOM_WORDS), (0, 0))
+        barrier = context.barriers[f"{ring}_loaded"].pointer(state)
+        load_box(source, context.smem[f"{ring}_scales"], box, barrier, state.index)
+
+    # ------------------------------------------------------------ mma
+
+    def _mma_ahead(self, context: BlackwellForwardContext, rings: MmaRings) -> Mxfp8MmaRings:
+        read = context.barriers["s_read"]
+        own = Mxfp8MmaRings(**vars(rings), read=read.edge.waiter_state())
+        own = super()._mma_ahead(context, own)
+        read.wait_for_all(own.read)
+        return own
+
+    @traced("QK")
+    def _qk(self, context: BlackwellForwardContext, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
+        """S = Q K^T of a step, its scales over the other S."""
+        barriers = context.barriers
+        barriers["kv_loaded"].wait(rings.kv)
+        barriers["s_read"].wait(rings.read)
+        rings.read.advance()
+        fence_after_thread_sync()
+        scales = []
+        for name, ring, state in (("q", "q", rings.q), ("k", "kv", rings.kv)):
+            first, distance = self.tmem_plan.buffers(f"{name}_scales", self.config.s_stages)
+            target = context.tmem.toint() + first + (1 - rings.s.index) * distance
+            copy_scales(target, _buffer(context, f"{ring}_scales", state), ATOMS)
+            scales.append(target)
+        q, k = _buffer(context, "q", rings.q), _buffer(context, "k", rings.kv)
+        s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
+        self.scaled_qk.issue_scaled(s, q, k, False, (scales[0], scales[1]))
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        return rings
+
+    @traced("PV0")
+    def _pv0(
+        self, context: BlackwellForwardContext, rings: Mxfp8MmaRings, adds: Boolean
+    ) -> Mxfp8MmaRings:
+        """O = P V for the first 64 keys of a step, V's scales of all copied behind P."""
+        barriers = context.barriers
+        barriers["kv_loaded"].wait(rings.kv)
+        barriers["o_free"].wait(rings.o)
+        barriers["p_first_done"].wait(rings.p_first)
+        fence_after_thread_sync()
+        of_v = self._in_tmem(context, "v_scales", rings.p_first)
+        copy_scales(of_v, _buffer(context, "kv_scales", rings.kv), ATOMS)
+        self._pv(context, self.scaled_pv0, rings, rings.p_first, adds)
+        rings.p_first.advance()
+        return rings
+
+    @traced("PV1")
+    def _pv1(self, context: BlackwellForwardContext, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
+        """O += P V for the other 64 keys of a step."""
+        barriers = context.barriers
+        barriers["p_last_done"].wait(rings.p_last)
+        fence_after_thread_sync()
+        self._pv(context, self.scaled_pv1, rings, rings.p_last, True)
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["o_done"].commit(rings.o)
+        rings.o.advance()
+        rings.p_last.advance()
+        return rings
+
+    def _pv(
+        self,
+        context: BlackwellForwardContext,
+        mma: ScaledMma,
+        rings: Mxfp8MmaRings,
+        state: RingState,
+        adds: Boolean | bool,
+    ) -> None:
+        p, *scales = (self._in_tmem(context, name, state) for name in ("p", "p_scales", "v_scales"))
+        o = self._in_tmem(context, "o", rings.o)
+        v = _buffer(context, "v", rings.kv)
+        mma.issue_scaled(o, p, v, adds, (scales[0], scales[1]))
+
+    def _in_tmem(self, context: BlackwellForwardContext, name: str, state: RingState) -> Int32:
+        return tmem_buffer(context.tmem, self.tmem_plan, name, state)
+
+
+def _scale_tensor(tensor: cute.Tensor) -> TmaTensor:
+    """The TMA tensor of scales, (batch, heads, tiles, 2, 128) words: a box is two atoms."""
+    layout = cute.make_layout((1, 1, 1, ATOMS, ATOM_WORDS), stride=(0, 0, 0, ATOM_WORDS, 1))
+    operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+    box = (1, 1, 1, ATOMS, ATOM_WORDS)
+    info = cpasync.make_tiled_tma_atom(operation, tensor, layout, box)
+    return TmaTensor(info[0], info[1])
+
+
+def _buffer(context: BlackwellForwardContext, name: str, state: RingState) -> cute.Pointer:
+    return context.smem[name][None, None, state.index].iterator

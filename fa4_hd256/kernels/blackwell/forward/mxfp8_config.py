@@ -1,0 +1,86 @@
+"""The configuration of the forward kernel for Q, K and V in mxfp8 (`mxfp8`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...block_scales import ATOM_BYTES, ATOMS
+from ...forward.tiles import ForwardTiles
+from ...plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from ...plan.edges import Edge, EdgeTable, Signal
+from ..pair_plan import CTAS
+from .config import E4M3_TILES, ForwardConfig
+
+#: Those of e4m3; blocks begin where a tensor does, so all tiles are of one launch.
+MXFP8_TILES = replace(E4M3_TILES, kind="forward_mxfp8", launch_steps=None)
+
+#: Bytes of the scales of 128 rows of Q or K, or of 128 keys of V.
+SCALE_BYTES, SCALE_ALIGNMENT = ATOMS * ATOM_BYTES, 128
+#: Columns of tensor memory that the scales of an operand take, as A or B of both MMAs, and where
+#: they lie over S: behind P, whose own come with it.
+SCALE_COLUMNS = {"q": (32, 8), "k": (40, 8), "p": (64, 4), "v": (72, 8)}
+
+
+@dataclass(frozen=True)
+class Mxfp8Config(ForwardConfig):
+    """The configuration of e4m3 with buffers of scales, which take the place of one of K and V."""
+
+    kv_stages: int = 5
+    rescale_threshold: float = 4.0
+    is_e4m3: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_e4m3 or self.s_stages != 2:
+            raise ValueError(
+                f"is_e4m3 is {self.is_e4m3} and s_stages {self.s_stages}; accepted for mxfp8: True "
+                "and 2, since scales lie over the S that QK does not write"
+            )
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        return MXFP8_TILES
+
+    @property
+    def smem(self) -> SmemPlan:
+        q, kv, *others = super().smem.regions
+        of_k, of_v = "K: 128 keys, all of the pair's", "V: 256 columns, all of the pair's"
+        scales = (
+            ("q_scales", self.q_stages, "of the CTA's 128 rows"),
+            ("kv_scales", self.kv_stages, f"{of_k}, or {of_v}"),
+        )
+        regions = (SmemRegion(n, k, SCALE_BYTES, SCALE_ALIGNMENT, note) for n, k, note in scales)
+        return SmemPlan((q, kv, *regions, *others))
+
+    @property
+    def tmem(self) -> TmemPlan:
+        regions = list(super().tmem.regions)
+        for stage in range(self.s_stages):
+            start = super().tmem[f"s{stage}"].start
+            for operand, (first, count) in SCALE_COLUMNS.items():
+                of = "of the other S's QK" if operand in "qk" else "of its PV"
+                note = f"scales of {operand.upper()}, {of}, once S is in registers"
+                name = f"{operand}_scales{stage}"
+                regions.append(TmemRegion(name, start + first, count, f"s{stage}", note))
+        return TmemPlan(tuple(regions))
+
+    @property
+    def edges(self) -> EdgeTable:
+        """Return those of the base, with the bytes of scales beside those of Q, K and V."""
+        found = [
+            replace(edge, transaction_bytes=edge.transaction_bytes + CTAS * SCALE_BYTES)
+            if edge.signal is Signal.TMA_PAIR
+            else edge
+            for edge in super().edges.edges
+        ]
+        softmax = len(self.warps.softmax)
+        read = Edge("s_read", 1, Signal.WARPS_PAIR, "softmax", softmax, "mma",
+                    "S in registers: scales may lie over it", True)  # fmt: skip
+        return EdgeTable((*found, read))
+
+    @property
+    def title(self) -> str:
+        return super().title.replace("in e4m3", "in mxfp8")
+
+
+MXFP8_CONFIG = Mxfp8Config()
