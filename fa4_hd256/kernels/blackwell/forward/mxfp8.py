@@ -174,11 +174,11 @@ class ForwardMxfp8Kernel(ForwardKernel):
     def _load_q(
         self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
     ) -> LoadRings:
-        """Load this CTA's rows of Q behind their scales, to the same barrier."""
-        context.barriers["q_free"].wait(rings.q)
-        place = context.query(work), self.first_row(context, work), work.head
-        self._load_scales(context, "q", work, place, rings.q)
+        """Load this CTA's rows of Q, and their scales to the same barrier."""
+        state = rings.q.copy()
         loaded: LoadRings = super()._load_q(context, work, rings)
+        place = context.query(work), self.first_row(context, work), work.head
+        self._load_scales(context, "q", work, place, state)
         return loaded
 
     def _load_kv(
@@ -189,11 +189,11 @@ class ForwardMxfp8Kernel(ForwardKernel):
         name: str,
         rings: LoadRings,
     ) -> LoadRings:
-        """Load this CTA's half of K or V behind the scales of all of it, to the same barrier."""
-        context.barriers["kv_free"].wait(rings.kv)
-        place = context.key(work), self.first_key(kv_tile), work.head // context.heads_per_kv
-        self._load_scales(context, name, work, place, rings.kv)
+        """Load this CTA's half of K or V, and the scales of all of it to the same barrier."""
+        state = rings.kv.copy()
         loaded: LoadRings = super()._load_kv(context, work, kv_tile, name, rings)
+        place = context.key(work), self.first_key(kv_tile), work.head // context.heads_per_kv
+        self._load_scales(context, name, work, place, state)
         return loaded
 
     def _load_scales(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...block_scales import ATOM_BYTES, ATOMS
+from ...block_scales import ATOM_BYTES, ATOMS, SCALE_BLOCK
 from ...forward.tiles import ForwardTiles
 from ...plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from ...plan.edges import Edge, EdgeTable, Signal
@@ -23,18 +23,23 @@ SCALE_COLUMNS = {"q": (32, 8), "k": (40, 8), "p": (64, 4), "v": (72, 8)}
 
 @dataclass(frozen=True)
 class Mxfp8Config(ForwardConfig):
-    """The configuration of e4m3 with buffers of scales, which take the place of one of K and V."""
+    """The configuration of e4m3 with buffers of scales, which take the place of one of K and V.
+
+    block: elements that have a scale together.
+    """
 
     kv_stages: int = 5
     rescale_threshold: float = 4.0
     is_e4m3: bool = True
+    block: int = SCALE_BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.is_e4m3 or self.s_stages != 2:
+        given = self.is_e4m3, self.s_stages, self.block
+        if given != (True, 2, SCALE_BLOCK):
             raise ValueError(
-                f"is_e4m3 is {self.is_e4m3} and s_stages {self.s_stages}; accepted for mxfp8: True "
-                "and 2, since scales lie over the S that QK does not write"
+                f"is_e4m3, s_stages and block are {given}; accepted for mxfp8: True, 2, since "
+                f"scales lie over the S that QK does not write, and {SCALE_BLOCK}"
             )
 
     @property
