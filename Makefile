@@ -17,9 +17,9 @@ DEMO ?=
 # Three workers: one waits now and then for a kernel that another one compiles.
 TESTS ?= -n 3 --dist worksteal --durations 10
 # Names of those that the dynamic scheduler and Hopper's kernels run; test-all has more of them.
-NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages) and not (full and backward)
+NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages or nvfp4) and not (full and backward)
 CLC_NAMES ?= (test_lengths and causal) or more_tiles
-ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages
+ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages or nvfp4
 KERNEL_TESTS = -n 2 --dist worksteal tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
@@ -27,7 +27,7 @@ LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
 HOPPER_TESTS ?= --arch sm_90a $(KERNEL_TESTS) -k "($(NAMES)) and not negative" tests/operator/masks_and_scores/test_block_mask.py \
-    tests/operator/masks_and_scores/test_block_mask_backward.py tests/operator/cache/test_any_pages.py
+    tests/operator/masks_and_scores/test_block_mask_backward.py tests/operator/cache/test_any_pages.py tests/operator/cache/test_nvfp4_cache.py
 # What is imported is compiled then; compiling all of it would take half of the installation's time.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 

@@ -56,10 +56,11 @@ class Cache:
         return Cache(codes, tuple(t.view(torch.float8_e4m3fn) for t in nan), self.scales)
 
 
-def dense(queries, keys, heads, batch=2, dtype=torch.bfloat16):
+def dense(queries, keys, heads, batch=2, dtype=torch.bfloat16, device="cpu"):
     """Return (q, cache) of (query heads, KV heads)."""
-    q = torch.randn(batch, queries, heads[0], 256).to(dtype)
-    return q, Cache.of(*(torch.randn(batch, keys, heads[1], 256) for _ in "kv"))
+    q = torch.randn(batch, queries, heads[0], 256).to(device, dtype)
+    values = (torch.randn(batch, keys, heads[1], 256) for _ in "kv")
+    return q, Cache.of(*values, device=device)
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ class PagedCache:
     cache: Cache
 
     @classmethod
-    def of(cls, lengths, page_size, heads):
-        paged = Paged.of(lengths, page_size, heads)
-        return cls(paged, Cache.of(paged.k.float(), paged.v.float()))
+    def of(cls, lengths, page_size, heads, device="cpu"):
+        paged = Paged.of(lengths, page_size, heads, device=device)
+        values = (pages.cpu().float() for pages in (paged.k, paged.v))
+        return cls(paged, Cache.of(*values, device=device))
 
     @property
     def options(self):
-        lengths = int32(self.paged.lengths)
+        lengths = int32(self.paged.lengths, self.paged.table.device)
         own = {"page_table": self.paged.table, "cache_seqlens": lengths}
         return self.cache.options(len(lengths)) | own
 

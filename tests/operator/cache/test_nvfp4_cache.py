@@ -15,7 +15,7 @@ from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.quantize import quantize_nvfp4
 from fa4_hd256.score_mods import alibi
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_90a")]
+pytestmark = pytest.mark.architecture("sm_90a")
 
 
 def attend(q, cache, **options):
@@ -29,8 +29,8 @@ MASKS = [{}, {"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.sampled("1-{'causal': True}")
-def test_masks(mask, num_splits):
-    q, cache = dense(3, 333, (8, 2))
+def test_masks(mask, num_splits, device):
+    q, cache = dense(3, 333, (8, 2), device=device)
     accurate(attend(q, cache, num_splits=num_splits, **mask), q, cache.values(), **mask)
 
 
@@ -40,9 +40,9 @@ def test_masks(mask, num_splits):
     ids=str,
 )
 @pytest.mark.sampled
-def test_options(options, dtype):
-    q, cache = dense(2, 260, (16, 2), dtype=dtype)
-    sink = torch.randn(16)
+def test_options(options, dtype, device):
+    q, cache = dense(2, 260, (16, 2), dtype=dtype, device=device)
+    sink = torch.randn(16, device=device)
     found = attend(q, cache, num_splits=2, learnable_sink=sink, **options)
     accurate(found, q, cache.values(), learnable_sink=sink, **options)
 
@@ -53,8 +53,8 @@ def test_options(options, dtype):
     ids=str,
 )  # fmt: skip
 @pytest.mark.sampled("4-(8, 1)")
-def test_rows_and_tiles(queries, heads):
-    q, cache = dense(queries, 290, heads, batch=1)
+def test_rows_and_tiles(queries, heads, device):
+    q, cache = dense(queries, 290, heads, batch=1, device=device)
     accurate(attend(q, cache, causal=True), q, cache.values(), causal=True)
 
 
@@ -79,10 +79,10 @@ def check_paged(given, q, found, lengths_q=None, **options):
     ids=str,
 )  # fmt: skip
 @pytest.mark.sampled("16-{'num_splits': 2}", "5-{'causal': True}")
-def test_pages(page_size, options):
+def test_pages(page_size, options, device):
     """Rows and pages that nobody has are NaN."""
-    given = PagedCache.of((700, 0, 130, 1), page_size, 2)
-    q = torch.randn(4, 2, 8, 256).bfloat16()
+    given = PagedCache.of((700, 0, 130, 1), page_size, 2, device)
+    q = torch.randn(4, 2, 8, 256).to(device, torch.bfloat16)
     found = flash_attn_with_kvcache(
         q, *given.cache.codes, return_lse=True, **given.options, **options
     )
@@ -91,22 +91,22 @@ def test_pages(page_size, options):
 
 
 @pytest.mark.sampled
-def test_chunks_of_prompts_and_decoding_in_one_batch():
-    given, lengths = PagedCache.of((200, 333, 90), 32, 1), [40, 1, 90]
-    q = torch.randn(sum(lengths), 4, 256).bfloat16()
+def test_chunks_of_prompts_and_decoding_in_one_batch(device):
+    given, lengths = PagedCache.of((200, 333, 90), 32, 1, device), [40, 1, 90]
+    q = torch.randn(sum(lengths), 4, 256).to(device, torch.bfloat16)
     found = flash_attn_with_kvcache(
-        q, *given.cache.codes, causal=True, cu_seqlens_q=offsets(lengths), max_seqlen_q=90,
+        q, *given.cache.codes, causal=True, cu_seqlens_q=offsets(lengths, device), max_seqlen_q=90,
         return_lse=True, **given.options,
     )  # fmt: skip
     check_paged(given, q, found, lengths, causal=True)
 
 
 @pytest.mark.sampled
-def test_codes_and_scales_of_a_page_lie_together():
+def test_codes_and_scales_of_a_page_lie_together(device):
     """A page as vLLM has it: codes of K, scales of K, codes of V, scales of V."""
-    given, heads, size = PagedCache.of((300, 90), 32, 2), 2, 32
+    given, heads, size = PagedCache.of((300, 90), 32, 2, device), 2, 32
     pages, codes_bytes, scale_bytes = len(given.paged.k), size * heads * 128, size * heads * 16
-    whole = torch.zeros(pages, 2 * (codes_bytes + scale_bytes), dtype=torch.uint8)
+    whole = torch.zeros(pages, 2 * (codes_bytes + scale_bytes), dtype=torch.uint8, device=device)
     views, begin = [], 0
     for tensor, count in zip(
         (given.cache.codes[0], given.cache.block_scales[0], given.cache.codes[1],
@@ -118,29 +118,29 @@ def test_codes_and_scales_of_a_page_lie_together():
         begin += count
     cache = Cache((views[0], views[2]), (views[1], views[3]), given.cache.scales)
     same = PagedCache(given.paged, cache)
-    q = torch.randn(2, 1, 8, 256).bfloat16()
+    q = torch.randn(2, 1, 8, 256).to(device, torch.bfloat16)
     found = flash_attn_with_kvcache(q, *cache.codes, return_lse=True, **same.options)
     check_paged(given, q, found)
 
 
 @pytest.mark.sampled
-def test_every_code_and_scale_is_exact():
+def test_every_code_and_scale_is_exact(device):
     """One key alone: its V comes through, whatever codes and scales it has."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 1).reshape(2, 1, 2, 128)
-    scales = torch.arange(64, dtype=torch.uint8).reshape(2, 1, 2, 16)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(2, 1).reshape(2, 1, 2, 128)
+    scales = torch.arange(64, dtype=torch.uint8, device=device).reshape(2, 1, 2, 16)
     scales[1] += 63
     block_scales = scales.view(torch.float8_e4m3fn)
-    one = torch.ones(2)
+    one = torch.ones(2, device=device)
     cache = Cache((codes, codes), (block_scales, block_scales), (one, one))
-    out, _ = attend(torch.zeros(2, 1, 2, 256).half(), cache)
+    out, _ = attend(torch.zeros(2, 1, 2, 256, device=device).half(), cache)
     wanted = cache.values()[1].reshape(2, 1, 2, 256)
     assert torch.equal(out.double(), wanted)
 
 
 @pytest.mark.sampled
-def test_scheduler_metadata():
-    lengths = int32([700, 60])
-    q, cache = dense(1, 700, (8, 1))
+def test_scheduler_metadata(device):
+    lengths = int32([700, 60], device)
+    q, cache = dense(1, 700, (8, 1), device=device)
     metadata = get_scheduler_metadata(lengths, 1, 700, 8, 1, kv_dtype=NVFP4)
     found = attend(q, cache, cache_seqlens=lengths, scheduler_metadata=metadata)
     for b, length in enumerate(lengths.tolist()):
@@ -155,11 +155,11 @@ LENGTHS, NEW, ROWS = [0, 21, 59], 3, 64
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.sampled("True")
-def test_new_rows_are_quantized(paged):
+def test_new_rows_are_quantized(paged, device):
     """Codes and scales are those of `quantize_nvfp4`, and no other byte changes."""
-    q, cache = dense(NEW, ROWS, (4, 2), batch=3)
-    k, v = (torch.randn(3, NEW, 2, 256).bfloat16() for _ in "kv")
-    k[0, 0, 0, :3], k[0, 1, 1, 20] = torch.tensor([1e4, -1e4, 448.0]), torch.inf
+    q, cache = dense(NEW, ROWS, (4, 2), batch=3, device=device)
+    k, v = (torch.randn(3, NEW, 2, 256).to(device, torch.bfloat16) for _ in "kv")
+    k[0, 0, 0, :3], k[0, 1, 1, 20] = torch.tensor([1e4, -1e4, 448.0], device=device), torch.inf
     v[1, 0, 0, :16], v[2, 2, 1, 40] = 1e-6, torch.nan
     codes, block_scales, options = cache.codes, cache.block_scales, cache.options(3)
     places = [(b, LENGTHS[b] + i) for b in range(3) for i in range(NEW)]
@@ -167,12 +167,14 @@ def test_new_rows_are_quantized(paged):
         codes, block_scales = (
             tuple(t.reshape(12, 16, 2, -1) for t in both) for both in (codes, block_scales)
         )
-        table = torch.randperm(12).reshape(3, 4).int()
+        table = torch.randperm(12).reshape(3, 4).int().to(device)
         places = [(int(table[b, row // 16]), row % 16) for b, row in places]
         options |= {"page_table": table, "k_block_scale": block_scales[0],
                     "v_block_scale": block_scales[1]}  # fmt: skip
     before = [t.view(torch.uint8).clone() for t in (*codes, *block_scales)]
-    flash_attn_with_kvcache(q, *codes, k, v, cache_seqlens=int32(LENGTHS), causal=True, **options)
+    flash_attn_with_kvcache(
+        q, *codes, k, v, cache_seqlens=int32(LENGTHS, device), causal=True, **options
+    )
     quantized = [quantize_nvfp4(*one) for one in zip((k, v), cache.scales)]
     new = [both[which] for which in range(2) for both in quantized]
     for tensor, old, rows in zip((*codes, *block_scales), before, new):
@@ -182,10 +184,10 @@ def test_new_rows_are_quantized(paged):
 
 
 @pytest.mark.sampled
-def test_the_attention_is_of_new_rows_too():
-    q, cache = dense(NEW, ROWS, (4, 1), batch=3)
-    k, v = (torch.randn(3, NEW, 1, 256).bfloat16() for _ in "kv")
-    found = attend(q, cache, k=k, v=v, cache_seqlens=int32(LENGTHS), causal=True)
+def test_the_attention_is_of_new_rows_too(device):
+    q, cache = dense(NEW, ROWS, (4, 1), batch=3, device=device)
+    k, v = (torch.randn(3, NEW, 1, 256).to(device, torch.bfloat16) for _ in "kv")
+    found = attend(q, cache, k=k, v=v, cache_seqlens=int32(LENGTHS, device), causal=True)
     for b, length in enumerate(LENGTHS):
         values = [t[b : b + 1, : length + NEW] for t in cache.values()]
         accurate([t[b : b + 1] for t in found], q[b : b + 1], values, causal=True)
@@ -201,6 +203,7 @@ def config_of(architecture, rows):
     return kernels.tuned(tiles, False, 1, "", False)
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -223,6 +226,7 @@ def test_no_findings(use_clc, seed, rows, sanitize, architecture):
         assert report.findings == []
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.sampled
 def test_no_findings_in_gathered_and_new_rows(seed, sanitize):
@@ -240,6 +244,7 @@ def test_no_findings_in_gathered_and_new_rows(seed, sanitize):
 # ---------------------------------------------------------------- what is refused
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [({"k_block_scale": None}, ValueError,
@@ -251,7 +256,7 @@ def test_no_findings_in_gathered_and_new_rows(seed, sanitize):
      ({"v_block_scale": 1.0}, TypeError, "v_block_scale must be a float8_e4m3fn tensor"),
      ({"k_descale": torch.ones(1)}, ValueError, "k_descale given alone"),
      ({"score_mod": alibi(torch.ones(4))}, NotImplementedError, "uint8 with a score_mod")],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip
 def test_what_is_refused(change, error, message):
     q, cache = dense(1, 9, (4, 1))
@@ -260,6 +265,7 @@ def test_what_is_refused(change, error, message):
         flash_attn_with_kvcache(q, *cache.codes, **scales | change)
 
 
+@pytest.mark.simulator
 def test_other_shapes_dtypes_and_functions_are_refused():
     q, cache = dense(1, 9, (4, 1))
     scales = cache.options(2)

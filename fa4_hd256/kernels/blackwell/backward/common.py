@@ -102,18 +102,46 @@ class KernelTiles(Protocol):
 
 
 class BlackwellBackward(BackwardEntry, PairKernel):
-    """Base of these kernels: host code, set-up, dispatch and loads.
+    """Base of these kernels: host code, set-up, dispatch, loads, and the load and MMA warps.
 
-    A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles: `load`, of
-    one warp of each CTA, `mma`, of one warp of the leader, which issues the MMAs of both, and
-    `gradient`, of two warpgroups of each CTA.
+    A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and the role `gradient`, of
+    two warpgroups of each CTA.  `load` is of one warp of each CTA, `mma` of one warp of the leader,
+    which issues the MMAs of both.
+
+    Those here are of the kernels that compute S and dP, and of these one sum of the tile, or two;
+    `products` has its own.  They work on one tile ahead at most: the dynamic scheduler keeps two
+    responses, and fetches tile t + 3 when every role has read tile t + 1.  Gradient warps read it
+    after the first sum of tile t, so tiles without steps are skipped after the last MMA of that
+    tile.  For them a kernel adds the classes of its rings, with a field for each edge that is
+    waited for: `load_rings`, `mma_rings` and its edges `mma_waits`; `mma_ends`, rings of the MMA
+    warp of which signals are left at the end; and the methods below.  Those that load or issue get
+    and return the rings of their role.
     """
 
     context_class = BlackwellBackwardContext
     tiles: KernelTiles
-    load: Callable
-    mma: Callable
     gradient: Callable
+    load_rings: type[RingRecord]
+    mma_rings: type[Any]
+    mma_waits: tuple[str, ...]
+    mma_ends: tuple[str, ...]
+    #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
+    kept: tuple[str, str]
+    passing: str
+    mma_s: Sequence[Mma]
+    mma_dp: Sequence[Mma]
+    #: (context, work): the position of a tile's first step, which `next_step` advances.
+    first_step: Callable
+    #: (context, work, name, rings): load this CTA's rows of an operand of `kept`.
+    load_kept: Callable
+    #: (context, work, step, rings): load what S, dP or the first sum needs in a step.
+    load_s: Callable
+    load_dp: Callable
+    load_sum: Callable
+    #: (context, number, is_last, rings): issue the first sum of a step.  number: of the step, from
+    #: 1 on; the first one waits until the sums of the tile before are in registers, and overwrites
+    #: them.  is_last: in the tile.
+    issue_sum: Callable
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
@@ -196,55 +224,6 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         for half in range(2):
             row = first + half * (self.plan.step_columns // 2)
             self.load_box(context, box, (sequence, row, context.cta_rank, head), ("ring", ring))
-
-    # ------------------------------------------------------------ gradient
-
-    def warp_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
-        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
-        start = self.tmem_plan[name].start + warpgroup() * columns
-        return context.warp_lanes + start
-
-    def no_work(self) -> WorkTile:
-        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
-
-
-class ScoreKernel(BlackwellBackward):
-    """Base of the kernels that compute S and dP, and of these one sum of the tile, or two.
-
-    Its load and MMA warps are those of all of them.  Only one tile ahead: the dynamic scheduler
-    keeps two responses, and fetches tile t + 3 when every role has read tile t + 1.  Gradient warps
-    read it after the first sum of tile t, so tiles without steps are skipped after the last MMA of
-    that tile.
-
-    A kernel adds the classes of its rings, with a field for each edge that is waited for:
-    `load_rings`, `mma_rings` and its edges `mma_waits`; `mma_ends`, rings of the MMA warp of which
-    signals are left at the end; and the methods below.  Those that load or issue get and return the
-    rings of their role.
-    """
-
-    load_rings: type[RingRecord]
-    mma_rings: type[Any]
-    mma_waits: tuple[str, ...]
-    mma_ends: tuple[str, ...]
-    #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
-    kept: tuple[str, str]
-    passing: str
-    mma_s: Sequence[Mma]
-    mma_dp: Sequence[Mma]
-    #: (context, work): the position of a tile's first step, which `next_step` advances.
-    first_step: Callable
-    #: (context, work, name, rings): load this CTA's rows of an operand of `kept`.
-    load_kept: Callable
-    #: (context, work, step, rings): load what S, dP or the first sum needs in a step.
-    load_s: Callable
-    load_dp: Callable
-    load_sum: Callable
-    #: (context, number, is_last, rings): issue the first sum of a step.  number: of the step, from
-    #: 1 on; the first one waits until the sums of the tile before are in registers, and overwrites
-    #: them.  is_last: in the tile.
-    issue_sum: Callable
-
-    # ------------------------------------------------------------ load
 
     @cute.jit
     def load(self, context: BlackwellBackwardContext):
@@ -437,6 +416,14 @@ class ScoreKernel(BlackwellBackward):
         return rings
 
     # ------------------------------------------------------------ gradient
+
+    def warp_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
+        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
+        start = self.tmem_plan[name].start + warpgroup() * columns
+        return context.warp_lanes + start
+
+    def no_work(self) -> WorkTile:
+        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
     def take_scores(
         self,

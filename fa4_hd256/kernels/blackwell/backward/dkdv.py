@@ -50,10 +50,10 @@ from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply, multiply_rows, tmem_load
 from .common import (
     FRAGMENT,
+    BlackwellBackward,
     BlackwellBackwardContext,
     RowMask,
     RowsOfStep,
-    ScoreKernel,
     score_gradients,
     store_row,
     warpgroup,
@@ -96,7 +96,7 @@ class DkdvTiles(KeyTiles):
     problem_class: ProblemClass
 
 
-class DkdvKernel(ScoreKernel):
+class DkdvKernel(BlackwellBackward):
     """The dK/dV kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.

@@ -54,9 +54,9 @@ from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .common import (
     FRAGMENT,
+    BlackwellBackward,
     BlackwellBackwardContext,
     RowMask,
-    ScoreKernel,
     score_gradients,
     warpgroup,
 )
@@ -95,7 +95,7 @@ class DqTiles(QueryTiles):
     problem_class: ProblemClass
 
 
-class DqKernel(ScoreKernel):
+class DqKernel(BlackwellBackward):
     """The dQ kernel for one configuration; arguments of a call: `BackwardEntry.__call__`."""
 
     tiles: DqTiles

@@ -67,9 +67,9 @@ from ..tmem import multiply_rows, tmem_buffer
 from ..tmem_quads import tmem_load_quads, tmem_store_quads
 from .common import (
     FRAGMENT,
+    BlackwellBackward,
     BlackwellBackwardContext,
     RowsOfStep,
-    ScoreKernel,
     ScoreMask,
     score_gradients,
     warpgroup,
@@ -134,7 +134,7 @@ class DvTiles(KeyTiles):
         return ListedStep.first(step, self.block_list(context, work))
 
 
-class DvKernel(ScoreKernel):
+class DvKernel(BlackwellBackward):
     """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
