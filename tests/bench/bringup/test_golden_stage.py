@@ -53,12 +53,12 @@ def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
 
 @pytest.mark.parametrize(
     ("capability", "version", "name"),
-    [((8, 9), "8.6", "sm_89"), ((9, 0), "8.6", "sm_90a"), ((10, 0), "8.6", "sm_100a"),
+    [((8, 9), "8.6", "sm_89"), ((9, 0), "8.6", "sm_90a"), ((10, 0), "8.8", "sm_100a"),
      ((10, 3), "8.8", "sm_103a"), ((12, 0), "8.8", "sm_120a")],
 )  # fmt: skip
 def test_a_module_names_a_target_that_there_is(capability, version, name):
-    """The head has the oldest version of PTX with the target: drivers refuse versions that they do
-    not know."""
+    """The head has a version of PTX that has the target and what the cases need of it, and no newer
+    one: drivers refuse versions that they do not know."""
     assert head(capability).splitlines()[:2] == [f".version {version}", f".target {name}"]
 
 

@@ -33,12 +33,12 @@ def head(capability: tuple[int, int]) -> str:
     """Return version, target and address size of a module for a GPU.
 
     Architecture-specific features (tcgen05, TMA of pairs, setmaxnreg) exist for one compute
-    capability alone: hence the `a` of the target, which exists from 9.0 on. The version is the
-    oldest that has the target: drivers refuse versions newer than their own, and the first drivers
-    for a B200 know 8.7.
+    capability alone: hence the `a` of the target, which exists from 9.0 on. Drivers
+    refuse versions newer than their own, so it is an old one: on Blackwell that of MMAs with block
+    scales (`.block32`), which every driver for CUDA 13 knows.
     """
     major, minor = capability
-    version = "8.6" if capability <= (10, 0) else "8.8"
+    version = "8.6" if capability < (10, 0) else "8.8"
     target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     return f".version {version}\n.target {target}\n.address_size 64\n"
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, encode_matrix
 
-from ..cases import Case
+from ..cases import Case, head
 from ..ptx_text import declare
 from .tma import FILL, THREADS, dump
 
-HEADER = ".version 8.6\n.target sm_100a\n.address_size 64\n"
+HEADER = head((10, 0))
 SYNC = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
 LANES = 128
 
