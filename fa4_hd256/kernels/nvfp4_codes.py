@@ -11,13 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .e4m3_codes import codes_of
-from .nvfp4_format import E2M1_LARGEST
+from .nvfp4_format import E2M1_LARGEST, E2M1_MIDPOINTS
 
 CODE_BITS = 4
-#: Between two neighbours of e2m1: the midpoint, and whether it goes to the upper one, whose code is
-#: even.
-MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True),
-             (5.0, False))  # fmt: skip
 
 
 def quantized(values: list[Float32], scale: Float32) -> tuple[Int32, Int32]:
@@ -65,7 +61,7 @@ def _float_of(code: Int32) -> Float32:
 def _code(value: Float32) -> Int32:
     """The nearest e2m1, of NaN that of 0."""
     absolute, code = cute.math.absf(value), Int32(0)
-    for midpoint, goes_up in MIDPOINTS:
+    for midpoint, goes_up in E2M1_MIDPOINTS:
         exceeds = absolute >= midpoint if goes_up else absolute > midpoint
         code = code + cutlass.select_(exceeds, Int32(1), Int32(0))
     bits = cute.arch.inline_ptx(

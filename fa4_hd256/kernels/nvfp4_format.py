@@ -14,6 +14,10 @@ BLOCK_SCALES = ("k_block_scale", "v_block_scale")
 #: Elements that share a scale, and the largest absolute values of e2m1 and of e4m3.
 NVFP4_BLOCK = 16
 E2M1_LARGEST, E4M3_LARGEST = 6.0, 448.0
+#: Between two neighbours of e2m1: the midpoint, and whether it goes to the upper one, whose code is
+#: even.
+E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False),
+                  (3.5, True), (5.0, False))  # fmt: skip
 
 
 def block_scales_of(kv_dtype: torch.dtype | None) -> tuple[str, ...]:

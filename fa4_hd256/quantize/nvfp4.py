@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.nvfp4_format import E2M1_LARGEST, E4M3_LARGEST, NVFP4_BLOCK
+from ..kernels.nvfp4_format import E2M1_LARGEST, E2M1_MIDPOINTS, E4M3_LARGEST, NVFP4_BLOCK
 
 #: Absolute values of e2m1, by code.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: Between two neighbours of these: the midpoint, and whether it goes to the upper one, whose code
-#: is even.
-_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True),
-              (5.0, False))  # fmt: skip
 
 
 def nvfp4_global_scale(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,6 +104,6 @@ def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.
 def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """Return the code of each value as uint8, rounded to nearest even; NaN has that of 0."""
     absolute, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
-    for midpoint, goes_up in _MIDPOINTS:
+    for midpoint, goes_up in E2M1_MIDPOINTS:
         codes += absolute >= midpoint if goes_up else absolute > midpoint
     return codes | (values.signbit() & ~values.isnan()).to(torch.uint8) << 3

@@ -241,12 +241,8 @@ class E4m3Config:
     @property
     def edges(self) -> EdgeTable:
         consumers, warps = len(self.warps.consumers), Signal.WARPS_CTA
-        loaded, role, arriving, tile_bytes = (
-            Signal.TMA_CTA,
-            "load",
-            1,
-            self.tile_bytes + self.scale_bytes,
-        )
+        loaded, role, arriving = Signal.TMA_CTA, "load", 1
+        tile_bytes = self.tile_bytes + self.scale_bytes
         if self.warps.gather is not None:
             loaded, role, arriving = Signal.COPIES_CTA, "gather", len(self.warps.gather)
             tile_bytes = 0
