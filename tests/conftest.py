@@ -10,6 +10,7 @@ two GPUs.
 from __future__ import annotations
 
 import os
+import re
 
 import held_memory
 import isolated  # noqa: F401
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(config, items):
     on_gpu, name = config.getoption("--device") == "cuda", tested_architecture(config)
     skip = pytest.mark.skip(reason="tests the simulator; not run with --device cuda")
     for item in items:
+        # Workers of pytest-xdist refuse to run where each collects other names.
+        if re.search(r"\bat 0x[0-9a-f]+", item.name):
+            raise pytest.UsageError(
+                f"{item.nodeid}: an address in the name; accepted: `ids=` that say the same in "
+                "every process"
+            )
         if on_gpu and item.get_closest_marker("simulator"):
             item.add_marker(skip)
         mark = item.get_closest_marker("architecture")
