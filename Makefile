@@ -49,7 +49,7 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# The most telling case of each kind: 15 minutes on two cores from empty caches. All parts run
+# The most telling case of each kind: 18 minutes on two cores from empty caches. All parts run
 # whatever the first one says; one that fails makes the whole fail. Types go beside the short parts,
 # which leave a core free while they start.
 test: $(STAMP)
