@@ -437,21 +437,18 @@ def check_mask(
             )
 
 
+#: Tensors of a call whose first dimension is not the batch.
+_NOT_BY_SEQUENCE = {
+    PART_LIST, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *BLOCK_SCALES, *FUNCTION_TENSORS,
+}  # fmt: skip
+
+
 def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
     """The batch size. Raises ValueError where that of the tensors differs."""
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name
-        not in (
-            PART_LIST,
-            *MASK_TABLES,
-            TREE_WORDS,
-            OUT_GATE,
-            *DESCALES,
-            *BLOCK_SCALES,
-            *FUNCTION_TENSORS,
-        )
+        if name not in _NOT_BY_SEQUENCE
     }
     if "cu_seqlens_q" not in ragged:
         sizes["q"] = q.shape[0]

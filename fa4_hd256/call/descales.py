@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4, NVFP4_BLOCK
+from ..kernels.nvfp4_format import (
+    BLOCK_SCALES,
+    CACHE_DTYPES,
+    NVFP4,
+    NVFP4_BLOCK,
+    block_scales_shape,
+)
 from ..kernels.problem_class import (
     DESCALES,
     E4M3,
@@ -99,7 +105,7 @@ def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, tor
             )
         if codes.dtype != NVFP4:
             continue
-        shape = (*codes.shape[:-1], 2 * codes.shape[-1] // NVFP4_BLOCK)
+        shape = block_scales_shape(codes)
         form = f"{E4M3} of shape {shape}, one for each {NVFP4_BLOCK} elements"
         if tensor is None:
             raise ValueError(

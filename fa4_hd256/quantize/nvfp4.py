@@ -21,7 +21,13 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.nvfp4_format import E2M1_LARGEST, E2M1_MIDPOINTS, E4M3_LARGEST, NVFP4_BLOCK
+from ..kernels.nvfp4_format import (
+    E2M1_LARGEST,
+    E2M1_MIDPOINTS,
+    E4M3_LARGEST,
+    NVFP4_BLOCK,
+    block_scales_shape,
+)
 
 #: Absolute values of e2m1, by code.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -79,7 +85,7 @@ def dequantize_nvfp4(
             f"codes are {codes.dtype}, block_scales {block_scales.dtype}; accepted: torch.uint8 "
             "and torch.float8_e4m3fn"
         )
-    wanted = (*codes.shape[:-1], 2 * codes.shape[-1] // NVFP4_BLOCK)
+    wanted = block_scales_shape(codes)
     if tuple(block_scales.shape) != wanted or not codes.shape[-1]:
         raise ValueError(
             f"block_scales have shape {tuple(block_scales.shape)} for codes of "

@@ -11,6 +11,12 @@ from fa4_hd256.kernels.problem_class import DESCALES
 
 E4M3 = torch.float8_e4m3fn
 LSE_TOLERANCE = 1e-3
+#: (queries, keys), (query heads, KV heads), batch: one row, fewer and more than a tile (256
+#: queries, 128 keys), several tiles that are not full.
+LENGTHS = [((1, 1), (1, 1), 2), ((7, 333), (8, 2), 1), ((256, 128), (2, 1), 1),
+           ((300, 700), (4, 2), 2)]  # fmt: skip
+MASKS = [{"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5)},
+         {"window_size": (None, 9)}, {"window_size": (40, -20)}]  # fmt: skip
 
 
 def codes(*shape, device="cpu"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from e4m3_cases import E4M3, judged
+from e4m3_cases import E4M3, LENGTHS, MASKS, judged
 from mxfp8_cases import accurate_mxfp8, exact, operands, takes_blocks, uneven
 from paged_cases import int32, offsets
 
@@ -33,20 +33,11 @@ def attend(given, **options):
 # ---------------------------------------------------------------- dense
 
 
-# One row, fewer and more than a tile (256 queries, 128 keys), several tiles that are not full.
-@pytest.mark.parametrize(
-    ("lengths", "heads", "batch"),
-    [((1, 1), (1, 1), 2), ((7, 333), (8, 2), 1), ((256, 128), (2, 1), 1), ((300, 700), (4, 2), 2)],
-    ids=str,
-)
+@pytest.mark.parametrize(("lengths", "heads", "batch"), LENGTHS, ids=str)
 @pytest.mark.sampled("*300, 700*")
 def test_lengths(lengths, heads, batch, device):
     given = operands(lengths, heads, batch, device)
     accurate_mxfp8(attend(given), given)
-
-
-MASKS = [{"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5)},
-         {"window_size": (None, 9)}, {"window_size": (40, -20)}]  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
