@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ _FORMATS = {
 }  # fmt: skip
 #: CTAs of a cluster beyond which a launch needs the kernel's consent.
 _PORTABLE_CLUSTER = 8
+#: A source file in PTX: the directive with its number, and the path.
+_SOURCE_FILE = re.compile(r'(\.file\s+\d+\s+)"([^"]+)"')
 
 Run = Callable[[Callable[[Callable[[LaunchConfig], None]], None], Any], None]
 
@@ -224,7 +228,9 @@ class _Launcher:
     def __init__(self, source: Any, metadata: Any) -> None:
         self.signature = list(source.signature.values())
         self.metadata = metadata
-        self.ptx, self.cubin = _code_of(source.name, metadata.hash)
+        ptx, self.cubin = _code_of(source.name, metadata.hash)
+        kernel = getattr(source, "fn", None)  # None: compiled from a file of Triton's IR
+        self.ptx = ptx if kernel is None else _from_here(ptx, kernel.fn.__code__.co_filename)
 
     def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
         import triton
@@ -291,6 +297,35 @@ def _code_of(name: str, key: str) -> tuple[str, bytes]:
             "for a GPU of NVIDIA's"
         )
     return Path(files["ptx"]).read_text(), Path(files["cubin"]).read_bytes()
+
+
+def _from_here(ptx: str, kernel_file: str) -> str:
+    """Return the PTX with the paths of its sources as they are in this process.
+
+    Triton's cache goes by a kernel's text, not by its path: the PTX may be of another checkout,
+    which has changed since or is gone. `kernel_file` is the file that the kernel was read from now;
+    sources that were beside it then are sought beside it now.
+    """
+    here = Path(kernel_file).parts
+    shared = {path: _common_tail(Path(path).parts, here) for _, path in _SOURCE_FILE.findall(ptx)}
+    kept = max(shared, key=lambda path: shared[path], default=kernel_file)
+    if kept == kernel_file or not shared[kept]:
+        return ptx
+    before = Path(*Path(kept).parts[: -shared[kept]])
+    now = Path(*here[: -shared[kept]])
+
+    def renamed(found: re.Match[str]) -> str:
+        path = Path(found[2])
+        moved = now / path.relative_to(before) if path.is_relative_to(before) else path
+        return f'{found[1]}"{moved if moved.exists() else path}"'
+
+    return _SOURCE_FILE.sub(renamed, ptx)
+
+
+def _common_tail(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return how many parts at the end of two paths are equal."""
+    pairs = zip(reversed(first), reversed(second))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _packed_arguments(

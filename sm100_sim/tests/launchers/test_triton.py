@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import runpy
+import shutil
 
 import numpy as np
 import pytest
@@ -132,6 +134,33 @@ def test_a_finding_names_the_line_and_its_text():
         assert re.match(rf"{label}: +\S*test_triton.py:\d+: tl.store\(out \+ tl.arange", line)
         assert "every program stores here" in line
     assert missing.startswith("missing: each output element belongs to one CTA")
+
+
+WRITERS = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def two_writers_of_a_checkout(out):
+    tl.store(out + tl.arange(0, 32), tl.program_id(0))  # in one file
+"""
+
+
+def test_a_cached_kernel_names_the_checkout_that_runs_it(tmp_path, monkeypatch):
+    """Triton's cache knows a kernel by its text, not by the folder it lies in."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    for parent, name in (("", "first"), ("deeper", "second")):
+        file = tmp_path / parent / name / "kernels" / "writers.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(WRITERS)
+        kernel = runpy.run_path(str(file))["two_writers_of_a_checkout"]
+        report = sm100_sim.launch_triton(
+            kernel, (2,), np.zeros(32, np.int32), options=sm100_sim.Options(sanitize=True)
+        )
+        (cause,) = report.causes
+        assert str(cause).count(f"/{name}/kernels/writers.py:8: tl.store") == 2, str(cause)
+        shutil.rmtree(tmp_path / parent / name)
 
 
 def test_autotuning_takes_the_first_configuration_that_fits():
