@@ -74,6 +74,7 @@ RULES = (
             "sharing/* clc",
             "kernels/* clc",
             "graph/* clc",
+            "decoding/repeated*",
         ),
         "the static one",
         {"FA_CLC": "0"},

@@ -52,6 +52,9 @@ STAGES = (
     BringupStage("sanitizer", 600, False, "memory errors and races that results do not show"),
     BringupStage("sharing", 600, False, "that two processes may share the GPU"),
     BringupStage("graph", 120, False, "that calls may be captured into CUDA graphs"),
+    BringupStage(
+        "decoding", 600, False, "that KV splits may be joined by a kernel launched beside them"
+    ),
     BringupStage("host", 120, False, "what a call costs the host"),
     BringupStage("choices", 120, False, "which of two configurations is the faster one here"),
     BringupStage(

@@ -9,7 +9,7 @@ import pytest
 
 from bench.bringup import command, decisions, report
 from bench.bringup.outcome import Target
-from bench.bringup.stages import choices, golden, graph, kernels, sharing
+from bench.bringup.stages import choices, decoding, golden, graph, kernels, sharing
 from fa4_hd256 import environment
 
 pytestmark = pytest.mark.simulator
@@ -60,6 +60,7 @@ def test_right_results_change_nothing():
         ("golden", "pairs/launch control", {"FA_CLC": "0"}),
         ("sharing", "forward clc", {"FA_CLC": "0"}),
         ("graph", "forward and backward clc", {"FA_CLC": "0"}),
+        ("decoding", "repeated calls", {"FA_CLC": "0"}),
         ("kernels", "backward causal 257x255 clc", {"FA_CLC": "0"}),
         ("golden", "tcgen05/mma bf16 128x256 group 2 A k plain B mn", {"FA4_HD256_DS_BYTES": "0"}),
         ("kernels", "smallest backward_products", {"FA4_HD256_DS_BYTES": "0"}),
@@ -121,7 +122,7 @@ def test_rules_read_steps_that_there_are():
     there = {
         f"{name}/{item}"
         for name, module in (("golden", golden), ("sharing", sharing), ("kernels", kernels),
-                             ("graph", graph), ("choices", choices))
+                             ("graph", graph), ("decoding", decoding), ("choices", choices))
         for item in module.items(SIMULATED)
     }  # fmt: skip
     for rule in decisions.RULES:
