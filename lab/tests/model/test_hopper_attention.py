@@ -1,4 +1,4 @@
-"""Attention on an H200 as the timing model has it: tiles, clocks, rows, a replay."""
+"""Test the timing model of attention on an H200: tiles, clocks, rows and a replay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def work(case):
 
 @pytest.mark.parametrize(("seqlen", "keys"), [(512, 64), (4096, 80), (2560, 80)])
 def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
-    """Tiles have its FLOP, but for what the last step of a tile has beyond the last key."""
+    """The tiles' FLOP are the call's, plus those of keys beyond the end in the last step."""
     variant = model.forward_variant(case(seqlen), MACHINE)
     assert variant.keys == keys
     rounded = -(-seqlen // keys) * keys
@@ -42,8 +42,8 @@ def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
 
 
 def test_a_warpgroup_leaves_out_what_its_own_rows_do_not_see():
-    """With 128 causal rows and as many keys, in steps of 64, one warpgroup has one step, the other
-    two."""
+    """With 128 causal rows and 128 keys, in steps of 64, the first warpgroup has one step and the
+    second has two."""
     (tile,) = forward_tiles(
         Case("test", ((128, 128),), 1, 1, True),
         model.forward_variant(case(512, True), MACHINE).tiling(MACHINE),
@@ -80,8 +80,8 @@ def loads_of_the_h200():
 
 
 def test_a_product_tells_what_a_flop_costs_a_gpu():
-    """The GPU of the machine's constants gets its own energy of a FLOP back; one that keeps a
-    product at a higher sustained clock keeps attention at one, too."""
+    """The energy of a FLOP is the machine's where the product runs at the machine's sustained
+    clock. A GPU with a higher clock in the product has a higher one in attention."""
     product, attention = loads_of_the_h200()
     values, call = MACHINE.values(), times_of(2.0, alone=True)
     own = Clocks.of(product, attention, values)
@@ -105,8 +105,10 @@ def test_the_clock_for_good_follows_no_clock_of_a_replay():
 
 
 def times_of(rate, machine=MACHINE, alone=False):
-    """Return the times of 16k, full, whose tiles take `rate` clocks for each of their work. alone:
-    the call."""
+    """Return the times of full attention over 16k keys at `rate` clocks per unit of a tile's work.
+
+    alone: return the call itself.
+    """
     problem = case(16384)
     tiling = model.forward_variant(problem, machine).tiling(machine)
     costs = TileCosts(0.0, 0.0, rate)
@@ -115,7 +117,7 @@ def times_of(rate, machine=MACHINE, alone=False):
 
 
 def test_times_of_a_call():
-    """A Hopper SM takes two clocks for each of work; the power budget lengthens what lasts."""
+    """A tile takes two clocks per unit of work, and the power budget lengthens long calls."""
     ideal, slower = times_of(2.0), times_of(2.5)
     # 2,048 tiles on 132 SMs, 16 waves.
     assert ideal.busy == pytest.approx(2048 / (16 * 132), abs=0.01)
@@ -129,7 +131,7 @@ def test_times_of_a_call():
 
 
 def test_q_of_the_next_tile_has_no_buffer_of_its_own():
-    """Planted: loaded a tile ahead, as on Blackwell, it costs a tile a thousand clocks less."""
+    """A tile takes a thousand clocks less with Q loaded a tile ahead, which Hopper does not do."""
     problem, costs = case(512), [TileCosts(5000.0, 2000.0, 2.0)]
     tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
     clocks = []

@@ -62,7 +62,7 @@ def operands(kind, n=100):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_arrays_and_tensors_are_written_in_place(kind):
-    """With a device function, a scalar, and a grid that depends on a constexpr."""
+    """The kernel has a device function, a scalar, and a grid that depends on a constexpr."""
     x, y, out = operands(kind)
     report = sm100_sim.launch_triton(
         scaled_sum, lambda meta: (triton.cdiv(100, meta["BLOCK"]),), x, y, out, 100, 0.5, BLOCK=64
@@ -89,7 +89,7 @@ def descriptors(m=128, n=128, k=128):
 
 
 def test_tensor_descriptors_and_tensor_cores():
-    """TMA, mbarriers and tcgen05.mma of Triton's compiler; its findings are two causes (docs)."""
+    """Triton's TMA, mbarriers and tcgen05.mma run right, and have two causes of findings (docs)."""
     a, b, c, made = descriptors()
     report = sm100_sim.launch_triton(
         product, (1, 1), *made, 128, BM=128, BN=128, BK=64,
@@ -102,7 +102,7 @@ def test_tensor_descriptors_and_tensor_cores():
 
 
 def test_a_left_out_wait_for_tensor_memory_is_found_by_its_reading_alone(monkeypatch):
-    """The product without Triton's tcgen05.wait::ld: the loads' data are stored all the same."""
+    """The product stays right without its tcgen05.wait::ld, and `wait-ld` alone finds that."""
     code_of = triton_launcher._code_of
 
     def without_wait(name, key):
@@ -170,7 +170,7 @@ def test_autotuning_takes_the_first_configuration_that_fits():
 
 
 def test_attached_programs_launch_triton_kernels():
-    """Device queries, tensors "on the GPU" and the launch, as in a script for a GPU."""
+    """A script's device queries, tensors "on the GPU" and launch work unchanged."""
     with sm100_sim.attached(sanitize=True) as session:
         device = triton.runtime.driver.active.get_active_torch_device()
         x, y = torch.ones(2, 256, device=device)

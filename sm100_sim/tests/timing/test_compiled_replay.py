@@ -1,5 +1,8 @@
-"""The replay's compiled functions where numba finds no place to keep them."""
+"""Test the replay's compiled functions: the queue of signals, and where numba keeps their code."""
 
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
@@ -59,3 +62,26 @@ def test_one_process_compiles_while_others_wait(monkeypatch, tmp_path):
     assert not second.stats.cache_misses and sum(second.stats.cache_hits.values()) == 1
     signals.compile_once(second, 3)
     assert len(second.signatures) == 1 and second(3) == 6
+
+
+class Queue(NamedTuple):
+    """The tables of a model that the queue of signals works on."""
+
+    signal: np.ndarray
+    counts: np.ndarray
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 33])
+def test_signals_of_one_clock_leave_in_the_order_of_queueing(count, monkeypatch):
+    """A heap alone would exchange signals of one clock. The functions run without numba, which
+    would keep code for this test's tables."""
+    monkeypatch.setattr(signals, "push", signals.push.py_func)
+    queue = Queue(np.zeros((2 * count, signals.SIGNAL_COLUMNS), np.int64), np.zeros(2, np.int64))
+    clocks = [100 + number % 2 for number in range(2 * count)]
+    for number, clock in enumerate(clocks):
+        signals.signal.py_func(queue, clock, number, 1, 0, 0)
+    left = []
+    while queue.counts[signals.SIGNALLED]:
+        left.append(int(queue.signal[0, 2]))
+        signals.drop.py_func(queue)
+    assert left == sorted(range(2 * count), key=lambda number: clocks[number])

@@ -1,5 +1,5 @@
-"""Calls over caches of several forms as they are measured, with ours in the simulator or in PyTorch
-and a timer that counts."""
+"""Test how decode over several forms of caches is measured: our calls run in the simulator or in
+PyTorch, and a timer counts instead of measuring."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_row_of_types(here):
 @pytest.mark.sampled("*PyTorch*")
 @pytest.mark.parametrize("kv_type", ["bf16", "e4m3"])
 def test_pages_of_few_rows(here, kv_type):
-    """Beside those of 64 rows, without others' kernels; keys and values in both types."""
+    """Pages of 8 to 1 rows are measured beside those of 64, for our kernels, in both dtypes."""
     sizes = caches.small_page_cases()[0].sizes
     case = caches.CacheCase("pages", LENGTHS, 4, 2, True, kv_types=(kv_type,), sizes=sizes)
     row = caches.measured(case, CountingTimer(), Sampling(0, 3))
@@ -97,7 +97,7 @@ def test_pages_of_few_rows(here, kv_type):
 
 
 def test_cases_of_few_rows():
-    """Both types of one sequence and of many, of the lengths for which there is an aim."""
+    """Cases cover both dtypes, one sequence and many, at the lengths that have an aim."""
     found = caches.small_page_cases()
     assert {case.kv_types for case in found} == {("bf16",), ("e4m3",)}
     assert {case.seqlen_k for case in found} == {8192, 131072}

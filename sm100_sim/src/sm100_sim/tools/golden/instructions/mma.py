@@ -83,7 +83,7 @@ class Product:
         return 1 + self.n // LANES if self.scaled else 0
 
     def instruction_descriptor(self, number: int = 0) -> int:
-        """Return that of a slice of K: it names the byte of the slice's scales."""
+        """Return the instruction descriptor of a slice of K, which names the byte of its scales."""
         scales = ("ue8m0", number, number, SLICE_BYTES) if self.scaled else ()
         return encode_instruction(
             InstructionDescriptor(
@@ -128,7 +128,7 @@ PRODUCTS = (
 
 
 def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Patterns of small integers, of the width of the type."""
+    """Return the bit patterns of small integers in a dtype."""
     if dtype == "f16":
         return values.astype(np.float16).view(np.uint16)
     if dtype == "e4m3":
@@ -150,9 +150,12 @@ class Image:
 
     @classmethod
     def swizzled(cls, rows: int, width: int, mn_major: bool) -> Image:
-        """With the 128-byte swizzle. K-major: row r is 128 bytes at 128 r. Major in the rows: 128
-        bytes of them are a run; eight k of runs an atom of 1 KiB, those of a slice of K behind each
-        other, then those of the next rows; each slice is a block."""
+        """Return an image with the 128-byte swizzle.
+
+        K-major: row r is 128 bytes at 128 r. M- or N-major: a run is 128 bytes of rows, and the
+        runs of eight k make an atom of 1 KiB. The atoms of a slice of K follow each other, then
+        come those of the next rows; each slice is a block.
+        """
         r, k = np.meshgrid(np.arange(rows), np.arange(K_BYTES // width), indexing="ij")
         if mn_major:
             run, of_slice = _ROW_BYTES // width, SLICE_BYTES // width
@@ -170,9 +173,11 @@ class Image:
 
     @classmethod
     def plain(cls, rows: int, width: int, mn_major: bool) -> Image:
-        """Without a swizzle, by core matrices of 8 x 16 bytes. K-major: those of the next 8 rows
-        come first, as keys of dS in `backward_products`. Major in the rows: those of the next 8 k,
-        as P of decode."""
+        """Return an image without a swizzle, in core matrices of 8 x 16 bytes.
+
+        K-major: the core matrices of the next 8 rows come first. M- or N-major: those of the next
+        8 k come first.
+        """
         r, k = np.meshgrid(np.arange(rows), np.arange(K_BYTES // width), indexing="ij")
         run = 16 // width
         if mn_major:
@@ -195,14 +200,14 @@ class Image:
 
 
 def _image(p: Product, which: str) -> Image:
-    """The image of a CTA's part of operand "a" or "b"."""
+    """Return the image of a CTA's part of operand "a" or "b"."""
     rows, major = (p.rows, p.a == "mn") if which == "a" else (p.n // p.group, p.b_mn)
     layout = Image.plain if which in p.plain else Image.swizzled
     return layout(rows, _WIDTH[p.dtype], major)
 
 
 def _address(name: str, buffer: str, raw: int) -> str:
-    """%d<name> := descriptor of a buffer."""
+    """Return PTX that puts the descriptor of a buffer into %d<name>."""
     return (
         f"mov.u32 %r1, {buffer};\nshr.u32 %r1, %r1, 4;\nand.b32 %r1, %r1, 0x3FFF;\n"
         f"cvt.u64.u32 %d{name}, %r1;\nor.b64 %d{name}, %d{name}, {raw:#x};\n"
@@ -237,7 +242,7 @@ def _chain(p: Product, steps: tuple[int, int], result: str = "%taddr", adds: boo
 
 
 def _issued(group: int, chains: str) -> str:
-    """Thread 0 of the pair's first CTA: MMAs and a commit to the barriers of all; all wait."""
+    """Return PTX: thread 0 of the pair's first CTA issues MMAs and commits; all threads wait."""
     leaders = (
         "setp.ne.u32 %more, %thread, 0;\n@%more bra ISSUED;\nsetp.ne.u32 %more, %rank, 0;\n"
         "@%more bra ISSUED;\n"
@@ -256,7 +261,7 @@ def _scale_columns(p: Product) -> tuple[int, int]:
 
 
 def _copies(p: Product) -> str:
-    """Scales of 32 rows to a column, four words a row: an atom is 32 rows of 16 bytes."""
+    """Return PTX that copies scales to tensor memory, in atoms of 32 rows of 16 bytes."""
     raw = encode_matrix(MatrixDescriptor(0, 16, 128, 0))
     lines = [_address("a", "s", raw)]
     for atom in range(p.scale_atoms):
@@ -276,7 +281,7 @@ def _issue(p: Product, a: Image, b: Image) -> str:
 
 
 def _a_to_tmem(columns: int) -> str:
-    """All threads: lane := row of p0, four bytes of K to a column, behind the columns of D."""
+    """Return PTX that stores A behind the columns of D: a row per lane, four bytes per column."""
     words = registers("w", A_COLUMNS)
     loads = "".join(f"ld.global.u32 %w{i}, [%rd1+{4 * i}];\n" for i in range(A_COLUMNS))
     return (
@@ -334,26 +339,26 @@ def _cell(p: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _small(seed: int, rows: int, k: int) -> np.ndarray:
-    """Integers -4 .. 4, float32 (rows, k)."""
+    """Return random integers -4 to 4, float32 (rows, k)."""
     picks = make.scrambled(seed, rows * k) % np.uint64(9)
     return picks.astype(np.float32).reshape(rows, k) - 4
 
 
 def _parts(p: Product, which: str, values: np.ndarray) -> np.ndarray:
-    """uint32 (CTA, words): each CTA's rows of an operand as they lie in its shared memory."""
+    """Return each CTA's rows of an operand as in its shared memory, uint32 (CTA, words)."""
     image = _image(p, which)
     parts = [image.bytes(rows, p.dtype) for rows in np.split(values, p.group)]
     return np.stack(parts).view(np.uint32)
 
 
 def _scales_of(seed: int, rows: int) -> np.ndarray:
-    """E8M0 codes of 1/2 to 4, uint8 (rows, slices): sums stay exact."""
+    """Return random E8M0 codes of 1/2 to 4, uint8 (rows, slices), for which sums are exact."""
     picks = make.scrambled(seed, rows * SLICES) % np.uint64(4)
     return (picks.astype(np.uint8) + np.uint8(126)).reshape(rows, SLICES)
 
 
 def _in_atoms(codes: np.ndarray) -> np.ndarray:
-    """The bytes of scales in shared memory: those of rows r, r + 32, r + 64, r + 96 together."""
+    """Return scales as in shared memory: rows r, r + 32, r + 64 and r + 96 lie together."""
     return codes.reshape(-1, 4, 32, SLICES).transpose(0, 2, 1, 3).reshape(-1)
 
 
@@ -363,7 +368,7 @@ def _scaled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def probe_of(p: Product, number: int = 0) -> Probe:
-    """The probe of a form. number: of its random operands."""
+    """Return the probe of a form. number: selects its random operands."""
     a, b = _small(700 + number, p.m, p.k), _small(800 + number, p.n, p.k)
     if p.a == "tmem":
         a_memory = _bits(a, p.dtype).view(np.uint32).reshape(p.group, LANES, A_COLUMNS)
@@ -406,7 +411,7 @@ def _rows_of(n: int) -> np.ndarray:
 def _order(
     name: str, what: str, chains: str, expected: np.ndarray, memory: tuple[np.ndarray, ...]
 ) -> Probe:
-    """A pair's MMAs behind each other without a wait. expected: float32 (256, columns)."""
+    """Return a probe of MMAs of a pair with no wait between. expected: float32 (256, columns)."""
     words = np.full((2, LANES, _ORDER_COLUMNS), FILL, np.uint32)
     results = expected.astype(np.float32).view(np.uint32).reshape(2, LANES, -1)
     words[..., : results.shape[2]] = results
@@ -463,7 +468,7 @@ def _orders() -> Iterator[Probe]:
 
 
 def probes() -> Iterator[Probe]:
-    """All of this module."""
+    """Return the probes of this module."""
     for number, product in enumerate(PRODUCTS):
         yield probe_of(product, number)
     yield from _orders()
