@@ -224,16 +224,6 @@ def test_setmaxnreg_counts_where_ptxas_keeps_it(directives, moves):
         assert ended == "done" and configs[0].moves_registers == moves
 
 
-def test_a_prediction_needs_synchronisation():
-    """PTX is assembled for a prediction, which follows a kernel by its synchronisation."""
-    pytest.importorskip("numba")
-    from sm100_sim.timing.prediction import Collector
-
-    options = Options(trace=True, observe=Collector(draws=0).observe)
-    with pytest.raises(ValueError, match="kernel race synchronises nothing"):
-        launch_ptx(RACE, "race", [np.zeros(64, np.uint32)], block=64, options=options)
-
-
 def test_devices():
     assert sm100_sim.device("gb300:19") == sm100_sim.device("gb300").__class__(
         "gb300", (10, 3), 19, sm100_sim.DEVICES["gb300"].memory_bytes

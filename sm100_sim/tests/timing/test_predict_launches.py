@@ -51,21 +51,34 @@ ret;
 """
 
 
-def clocks(count):
+#: The same steps, each warp for itself: nothing is synchronised.
+ALONE = STEPS.replace("bar.sync 0;", "")
+#: A barrier at the begin alone; the steps take exponentials.
+BEHIND = ALONE.replace("NEXT:", "bar.sync 0;\nNEXT:").replace(
+    "fma.rn.f32 %f0, %f0, %f0, %f0;", "ex2.approx.ftz.f32 %f0, %f0;"
+)
+
+
+def clocks(text, count):
     out = np.zeros(128, np.float32)
     (prediction,) = timing.predict_launches(
         lambda options: sm100_sim.launch_ptx(
-            STEPS, "steps", [out, count], block=128, options=options
+            text, "steps", [out, count], block=128, options=options
         ),
         draws=1,
     )
+    assert prediction.compiled.unmatched == 0 and "utilisation: " in prediction.as_text()
     return prediction.clocks[0]
 
 
-def test_twice_the_steps_take_twice_the_time():
-    few, many = clocks(64), clocks(128)
+@pytest.mark.parametrize(
+    ("text", "least"), [(STEPS, 10), (ALONE, 4), (BEHIND, 8)], ids=["steps", "alone", "behind"]
+)
+def test_twice_the_steps_take_twice_the_time(text, least):
+    """An FMA takes 4 clocks until the next one has its result, an exponential 8 for a warp."""
+    few, many = clocks(text, 64), clocks(text, 128)
     each = (many - few) / 64
-    assert 10 < each < 200 and abs(few - 64 * each) < 1000
+    assert least < each < 200 and abs(few - 64 * each) < 1500
 
 
 def test_what_ptxas_refuses_is_said():

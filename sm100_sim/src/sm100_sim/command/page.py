@@ -58,7 +58,8 @@ def page(outcome: Outcome) -> str:
         body.append(f"<h2>{type(failure).__name__}</h2><pre>{html.escape(str(failure))}</pre>")
     number = 0
     for name, causes in outcome.causes().items():
-        entries = next((r.trace for r in outcome.kernels().get(name, ()) if r.trace), [])
+        traces = (r.trace for r in outcome.kernels().get(name, ()) if r.trace)
+        entries = [entry for entry in next(traces, []) if entry.line]  # no exits of warps
         for cause in causes:
             number += 1
             body.append(_section(number, name, cause, entries))

@@ -101,7 +101,7 @@ def predict(
     them.
 
     Returns a prediction for each launch. Raises ValueError if the host code's cubin is compressed,
-    if a warp's events fit no path through it or a kernel has none, ReplayError if the replay hangs,
+    if a warp's events fit no path through it, ReplayError if the replay hangs,
     and what `sm100_sim.launch` raises.
     """
     collector = Collector(machine, draws, seed)
@@ -172,7 +172,7 @@ def attached(
     step: Step = contextlib.nullcontext,
 ) -> Iterator[Collector]:
     """`sm100_sim.attached()` with a prediction of every launch inside. chosen: whether a kernel of
-    a name is to be predicted; one that synchronises nothing cannot be. step: as for `Collector`."""
+    a name is to be predicted. step: as for `Collector`."""
     from sm100_sim.attach import attached as simulated
 
     collector = Collector(machine, draws, chosen=chosen, step=step)
@@ -201,7 +201,7 @@ def traced_program(report: Report, ptx: str, function: SassFunction) -> Compiled
     most machine operations, the first of them.
 
     report: of a launch with a trace. ptx: its module. function: the kernel's SASS (`disassemble`).
-    Raises ValueError if a warp's events fit no path through the SASS, or the kernel has none.
+    Raises ValueError if a warp's events fit no path through the SASS.
     """
     kernel = translated_kernel(ptx, report.kernel, True)
     entries = _longest_cluster(report)
@@ -215,11 +215,6 @@ def _longest_cluster(report: Report) -> list[TraceEntry]:
     for entry in report.trace or ():
         cluster = tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True))
         by_cluster.setdefault(cluster, []).append(entry)
-    if not by_cluster:
-        raise ValueError(
-            f"kernel {report.kernel} synchronises nothing and starts no asynchronous operation; "
-            "the model follows a kernel by these, and can say nothing of it"
-        )
     return max(by_cluster.values(), key=len)
 
 

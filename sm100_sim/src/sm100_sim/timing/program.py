@@ -18,7 +18,7 @@ from sm100_sim.translate.kernel import CompiledKernel
 
 from .machine_code.conflicts import Wavefronts, accesses_before, block_accesses
 from .machine_code.events import ptx_kind
-from .machine_code.mixes import mix_of_blocks, ptx_mixes, useful
+from .machine_code.mixes import WITHOUT_EVENTS, mix_of_blocks, ptx_mixes, useful
 from .machine_code.paths import Event, PathFinder, WarpPath
 from .machine_code.resources import ACTIONS, Action, Instructions, instruction_arrays
 from .machine_code.sass import SassFunction
@@ -117,6 +117,7 @@ def build(
     """
     used = useful(kernel)
     finder, mixes = PathFinder(function), ptx_mixes(kernel, used)
+    eventless = PathFinder(function, WITHOUT_EVENTS), ptx_mixes(kernel, used, WITHOUT_EVENTS)
     dead = {
         instruction.line
         for instruction, is_used in zip(kernel.instructions, used, strict=True)
@@ -130,10 +131,12 @@ def build(
     accesses = block_accesses(kernel, shared_accesses or {})
     wavefronts = Wavefronts(function, builder.instructions.wavefronts)
     for warp in sorted(by_warp):
-        events = _events(by_warp[warp], mixes, dead)
-        key = tuple((event.entry.line, event.entry.blocks) for event in events)
-        if key not in known:
-            known[key] = finder.find(events)
+        events, tail = _events(by_warp[warp], mixes, dead)
+        key = tuple((event.entry.line, event.entry.blocks) for event in (*events, tail))
+        if key not in known and events:
+            known[key] = finder.find(events, tail)
+        elif key not in known:
+            known[key] = eventless[0].find(*_events(by_warp[warp], eventless[1], dead))
         path = known[key]
         builder.add(warp, path, events)
         before = accesses_before(by_warp[warp], accesses, [event.entry for event in events])
@@ -147,8 +150,9 @@ def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
     return x + cluster[0] * (y + cluster[1] * z)
 
 
-def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[Event]:
-    """The events of a warp, those left out at whose line ptxas finds nothing of use."""
+def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> tuple[list[Event], Event]:
+    """Return the events of a warp, those left out at whose line ptxas finds nothing of use, and
+    what comes behind the last one up to the warp's exit."""
     events, mix = [], np.zeros(mixes.shape[1])
     runs: Counter = Counter()
     for entry in entries:
@@ -160,7 +164,7 @@ def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[E
         if kind is not None and entry.line not in dead:
             events.append(Event(kind, entry, mix, max(runs.values(), default=1)))
             mix, runs = np.zeros(mixes.shape[1]), Counter()
-    return events
+    return events, Event("exit", entries[-1], mix, max(runs.values(), default=1))
 
 
 def executed_fences(path: WarpPath, action: np.ndarray, function: SassFunction) -> list[int]:
@@ -226,7 +230,8 @@ class _Builder:
             later = path.event_of[place:]
             following = later[later >= 0]
             rows[place] = len(self.rows)
-            self.entries.append(events[following[0] if len(following) else -1].entry)
+            nearest = following[0] if len(following) else -1
+            self.entries.append(events[nearest].entry if events else None)
             is_system = ".SYS" in self.function.instructions[path.numbers[place]].opcode
             self.rows.append((int(Action.FENCE), int(is_system), 0, 0, 0))
         self.numbers.append(path.numbers)

@@ -100,6 +100,12 @@ class Tracer(Observer):
     def around(self, executors: list[Executor | None]) -> list[Executor | None]:
         return self.trace.wrapped(self._machine.compiled.instructions, executors)
 
+    def warp_leaves(self, warp: Any) -> None:
+        self.trace.account(warp)
+
+    def warp_exits(self, warp: Any) -> None:
+        self.trace.exits(warp)
+
     def run_ends(self) -> None:
         self._drain()
 

@@ -17,7 +17,7 @@ from sm100_sim.state.warp import lane_array, predicate_reader, reader, uniform
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One executed machine operation.
+    """One executed machine operation, or the exit of a warp (opcode "exit", line 0).
 
     number: position in the launch. ctaid: (x, y, z). opcode: the full dotted name. lanes: mask.
     operands: their values in the lowest lane, in PTX order: an int for a register, immediate,
@@ -70,11 +70,11 @@ class Trace:
             for instruction, execute in zip(instructions, executors, strict=True)
         ]
 
-    def _account(self, warp: Any) -> Counter[int]:
-        """Blocks that this warp has executed since its last entry.
+    def account(self, warp: Any) -> Counter[int]:
+        """Return the blocks that this warp has executed since its last entry.
 
-        The counters are those of the launch: what they have grown by since the last machine
-        operation is this warp's, because warps change at machine operations only.
+        The counters are those of the launch. What they have grown by since the last call is this
+        warp's, because every machine operation calls this, and so does a warp that stops running.
         """
         counts = warp.block_counts[:, 0]
         if self._seen is None:
@@ -85,9 +85,19 @@ class Trace:
         self._seen[:] = counts
         return found
 
+    def exits(self, warp: Any) -> None:
+        """Add an entry for a warp that has exited."""
+        blocks = self._blocks.pop(warp, Counter())
+        self.entries.append(
+            TraceEntry(
+                len(self.entries), warp.cta.ctaid, warp.index, "exit", 0, (), "exit", 0,
+                blocks=tuple(sorted(blocks.items())),
+            )
+        )  # fmt: skip
+
     def _accounting(self, execute: Callable) -> Callable:
         def accounted(warp: Any, lanes: int) -> Any:
-            self._account(warp)
+            self.account(warp)
             return execute(warp, lanes)
 
         return accounted
@@ -100,7 +110,7 @@ class Trace:
         entries = self.entries
 
         def recorded(warp: Any, lanes: int) -> Any:
-            blocks = self._account(warp)
+            blocks = self.account(warp)
             values = tuple(read(warp, lanes) for read in reads)
             addresses = each(warp, lanes)
             counters = warp.cta.cluster.machine.counters

@@ -23,16 +23,20 @@ from .sass import SassFunction
 
 class Feature(NamedTuple):
     """Counted feature. name; weight of a difference of one; sass: opcodes, a regular expression;
-    ptx: what rows of the instruction table say of it, and which modifier must be there besides."""
+    ptx: what rows of the instruction table say of it, and which modifier must be there besides;
+    named: PTX opcodes with their types, a regular expression, in place of both."""
 
     name: str
     weight: float
     sass: str
     ptx: frozenset[Mix | MemoryAccess]
     modifier: str = ""
+    named: str = ""
 
     def counts(self, instruction: Any) -> bool:
         """Return True if an instruction of the PTX is one of these."""
+        if self.named:
+            return re.match(self.named, instruction.name) is not None
         row, modifiers = row_of(instruction), instruction.modifiers
         if self.ptx.isdisjoint((row.mix_with(modifiers), row.access)):
             return False
@@ -60,8 +64,16 @@ FEATURES = (
     _feature("shuffle", 3.0, r"SHFL", Mix.SHUFFLE),
     _feature("vote", 3.0, r"VOTE", Mix.VOTE),
 )
-WEIGHTS = np.array([feature.weight for feature in FEATURES])
-_SASS = [re.compile(feature.sass) for feature in FEATURES]
+#: Features of warps without any event, whose paths nothing else decides. ptxas makes one of a
+#: product and a sum, and packs some, so these counts are near the PTX's and no more.
+WITHOUT_EVENTS = (
+    *FEATURES,
+    Feature(
+        "float", 1.0, r"(FFMA|FMUL|FADD|HFMA2|HMUL2|HADD2|DFMA|DMUL|DADD|HMMA)\b", frozenset(),
+        named=r"(fma|mul|add|sub|mma)\..*(f16|bf16|f32|f64)",
+    ),
+)  # fmt: skip
+_WEIGHTS = np.array([feature.weight for feature in WITHOUT_EVENTS])
 require_complete(
     "timing.mixes", Mix, {value for feature in FEATURES for value in feature.ptx} & {*Mix}
 )
@@ -97,29 +109,37 @@ def useful(compiled: CompiledKernel) -> list[bool]:
     return found
 
 
-def ptx_mixes(compiled: CompiledKernel, used: list[bool]) -> np.ndarray:
+def apart(drift: np.ndarray) -> float:
+    """Return how far two mixes are apart. drift: their difference."""
+    return float(np.abs(drift) @ _WEIGHTS[: len(drift)])
+
+
+def ptx_mixes(
+    compiled: CompiledKernel, used: list[bool], features: tuple[Feature, ...] = FEATURES
+) -> np.ndarray:
     """float64 (blocks, features): useful instructions of each kind in each block of the PTX."""
     blocks, instructions = compiled.kernel.blocks, compiled.instructions
-    found = np.zeros((len(blocks), len(FEATURES)))
+    found = np.zeros((len(blocks), len(features)))
     for number, block in enumerate(blocks):
         for index in range(block.start, block.stop):
             if used[index]:
-                found[number] += [feature.counts(instructions[index]) for feature in FEATURES]
+                found[number] += [feature.counts(instructions[index]) for feature in features]
     return found
 
 
 def mix_of_blocks(mixes: np.ndarray, blocks: Iterable[tuple[int, int]]) -> np.ndarray:
     """Return (features,): the sum over blocks, each with how often it was executed."""
-    total = np.zeros(len(FEATURES))
+    total = np.zeros(mixes.shape[1])
     for block, count in blocks:
         total += count * mixes[block]
     return total
 
 
-def sass_prefix(function: SassFunction) -> np.ndarray:
+def sass_prefix(function: SassFunction, features: tuple[Feature, ...] = FEATURES) -> np.ndarray:
     """float64 (instructions + 1, features): row n sums over the first n instructions."""
-    found = np.zeros((len(function.instructions) + 1, len(FEATURES)))
+    patterns = [re.compile(feature.sass) for feature in features]
+    found = np.zeros((len(function.instructions) + 1, len(features)))
     for number, instruction in enumerate(function.instructions):
-        for feature, pattern in enumerate(_SASS):
+        for feature, pattern in enumerate(patterns):
             found[number + 1, feature] = bool(pattern.match(instruction.opcode))
     return found.cumsum(axis=0)

@@ -21,7 +21,7 @@ import numpy as np
 from sm100_sim.isa.columns import Event as PtxEvent
 
 from .events import is_soft, retries, sites
-from .mixes import FEATURES, WEIGHTS, sass_prefix
+from .mixes import FEATURES, Feature, apart, sass_prefix
 from .sass import SassFunction
 
 ENTRY, END = -1, -2
@@ -89,9 +89,9 @@ class _Cycle:
         exact = np.clip(drift[counted] / self.mix[counted], 0, most)
         rounded = np.concatenate([np.floor(exact), np.ceil(exact)]).astype(int)
         candidates = {0, *rounded.tolist()}
-        apart = {n: float(np.abs(drift - n * self.mix) @ WEIGHTS) for n in sorted(candidates)}
-        best = min(apart, key=apart.__getitem__)
-        return best if apart[0] - apart[best] >= _NOTICEABLE else 0
+        left = {n: apart(drift - n * self.mix) for n in sorted(candidates)}
+        best = min(left, key=left.__getitem__)
+        return best if left[0] - left[best] >= _NOTICEABLE else 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _State:
     def __init__(self, site: int, price: float, drift: np.ndarray, before: _State | None) -> None:
         self.site, self.price, self.drift, self.before = site, price, drift, before
         #: Compared score: the price of everything skipped, and how far the mixes are apart.
-        self.score = price + float(np.abs(drift) @ WEIGHTS)
+        self.score = price + apart(drift)
         self.way: _Way | None = None
         self.event = -1
         self.note: str | None = None
@@ -133,18 +133,25 @@ class _State:
 
 
 class PathFinder:
-    """Finds paths through one kernel."""
+    """Finds paths through one kernel.
 
-    def __init__(self, function: SassFunction) -> None:
+    features: by which ways are told apart, `mixes.FEATURES` or what begins with these.
+    """
+
+    def __init__(self, function: SassFunction, features: tuple[Feature, ...] = FEATURES) -> None:
         self.function = function
         self.sites = sites(function)
         self._retries = retries(function, self.sites)
-        self._prefix = sass_prefix(function)
+        self._prefix = sass_prefix(function, features)
         self._known: dict[int, tuple[_Way, ...]] = {}
 
-    def find(self, events: Sequence[Event]) -> WarpPath:
-        """The path of a warp with these events. Raises ValueError if none leads to an exit."""
-        start = _State(ENTRY, 0.0, np.zeros(len(FEATURES)), None)
+    def find(self, events: Sequence[Event], tail: Event | None = None) -> WarpPath:
+        """Return the path of a warp with these events.
+
+        tail: what the warp executes behind the last of them. Raises ValueError if no path leads to
+        an exit.
+        """
+        start = _State(ENTRY, 0.0, np.zeros(self._prefix.shape[1]), None)
         states = {ENTRY: start}
         before: dict[int, _State] = {}
         for number, event in enumerate(events):
@@ -162,10 +169,20 @@ class PathFinder:
         for state in self._with_passed(states).values():
             for way in self._ways(state.site):
                 if way.site == END:
-                    self._offer(ends, self._stepped(state, way, None))
+                    self._offer(ends, self._stepped(state, way, tail))
         if not ends:
             raise ValueError(f"no exit of {self.function.name} fits the events")
+        if not events and tail:
+            return self._traced(self._shortest(start, tail))
         return self._traced(ends[END])
+
+    def _shortest(self, start: _State, tail: Event) -> _State:
+        """Return the end of a warp without events, over the way of fewest instructions among those
+        that its mix does not tell apart: an unrolled loop, not the one for the remainder."""
+        found = [self._stepped(start, way, tail) for way in self._ways(ENTRY) if way.site == END]
+        least = min(state.score for state in found)
+        near = [state for state in found if state.score < least + _DECIDED]
+        return min(near, key=lambda state: _length(state))
 
     # ------------------------------------------------------------ steps of the search
 
@@ -324,7 +341,8 @@ class PathFinder:
         return replace(way, cycles=met) if met else way
 
     def _mix(self, ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
-        return sum((self._prefix[b] - self._prefix[a] for a, b in ranges), np.zeros(len(FEATURES)))
+        nothing = np.zeros(self._prefix.shape[1])
+        return sum((self._prefix[b] - self._prefix[a] for a, b in ranges), nothing)
 
     def _scan(
         self, number: int, stop: int, ranges: tuple, found: dict[int, list[_Way]]
@@ -369,6 +387,11 @@ class PathFinder:
             path.ambiguous += state.tied
         path.numbers, path.event_of = np.array(numbers, np.int32), np.array(event_of, np.int32)
         return path
+
+
+def _length(state: _State) -> int:
+    """Return the instructions of the last way of a state."""
+    return sum(stop - begin for begin, stop in state.way.ranges) if state.way else 0
 
 
 def _exchanges(earlier: Event, later: Event) -> bool:
