@@ -413,6 +413,7 @@ def _report(
         translate_seconds=translate_seconds,
         seconds=machine.seconds,
         findings=machine.all_findings(),
+        notes=[note for observer in machine.observers for note in observer.notes()],
         trace=None if trace is None else trace.entries,
         shared_accesses={} if trace is None else trace.shared_accesses,
     )

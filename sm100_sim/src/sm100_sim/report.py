@@ -33,7 +33,8 @@ class Report:
         "instructions" (everything else in native code) and "python"; with a seed all of it is
         "python". threads: that ran clusters.
         findings: what would be wrong on hardware although the run went on, all of it; `causes` has
-        them by cause. trace: None unless requested. shared_accesses: with a trace, instruction
+        them by cause. notes: what is worth a look and right on hardware, of the reading "wait-ld".
+        trace: None unless requested. shared_accesses: with a trace, instruction
         index -> (bytes per lane, executions looked at, wavefronts of them), see `trace.observer`.
     """
 
@@ -54,6 +55,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     threads: int = 1
     findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     trace: list[TraceEntry] | None = field(default=None, repr=False)
     shared_accesses: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False)
 

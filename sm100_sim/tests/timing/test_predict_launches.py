@@ -53,7 +53,7 @@ ret;
 
 #: The same steps, each warp for itself: nothing is synchronised.
 ALONE = STEPS.replace("bar.sync 0;", "")
-#: A barrier at the begin alone; the steps take exponentials.
+#: A barrier at the start alone; the steps take exponentials.
 BEHIND = ALONE.replace("NEXT:", "bar.sync 0;\nNEXT:").replace(
     "fma.rn.f32 %f0, %f0, %f0, %f0;", "ex2.approx.ftz.f32 %f0, %f0;"
 )

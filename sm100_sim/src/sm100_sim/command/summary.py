@@ -22,8 +22,8 @@ _READINGS = {
 def summary(
     reports: Iterable[Report], failures: Sequence[BaseException] = (), colour: bool = False
 ) -> str:
-    """One line for each kernel (launches, grid, seconds, warp instructions), then its findings,
-    then what was looked for.
+    """Return one line for each kernel (launches, grid, seconds, warp instructions), then findings
+    and notes, then what was looked for.
 
     failures: errors that ended launches; what was found before them counts.
     """
@@ -46,7 +46,13 @@ def summary(
             f"{sum(r.wall_seconds for r in launches):8.2f} {count:12}  {short_name(name)} ({shape})"
         )
     seeds = [report.seed for some in kernels.values() for report in some]
-    return "\n".join([*lines, *_found(kernels, failures, colour), looked_for(seeds)])
+    noted = {
+        f"sm100_sim: note on {short_name(name)}: {note}": None
+        for name, launches in kernels.items()
+        for report in launches
+        for note in report.notes
+    }
+    return "\n".join([*lines, *_found(kernels, failures, colour), *noted, looked_for(seeds)])
 
 
 def found_text(reports: Iterable[Report]) -> str:

@@ -68,3 +68,7 @@ class Observer:
     def findings(self, found: list[str]) -> list[str]:
         """Return the findings of the report; found: what is known without this observer."""
         return found
+
+    def notes(self) -> list[str]:
+        """Return what the report notes besides: worth a look, and no finding."""
+        return []

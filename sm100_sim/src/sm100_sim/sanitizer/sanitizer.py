@@ -670,6 +670,10 @@ class Sanitizer:
         if self.awaits_loads:
             yield from load_waits.found(self.machine, self.omitted, self._stretches)
 
+    def notes(self) -> list[str]:
+        """Return what is worth a look and no finding."""
+        return load_waits.notes(self.machine, self.omitted) if self.awaits_loads else []
+
     def _register_findings(self) -> Iterator[Finding]:
         """Yield what `in_flight` finds of the wgmmas and other instructions that were executed."""
         executed = self.machine.executed_indices()

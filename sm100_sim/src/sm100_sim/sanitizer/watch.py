@@ -199,3 +199,6 @@ class Watch(Observer):
     def findings(self, found: list[str]) -> list[str]:
         own = [Finding("machine", text) for text in found]
         return [*own, *self.sanitizer.results()]
+
+    def notes(self) -> list[str]:
+        return self.sanitizer.notes()

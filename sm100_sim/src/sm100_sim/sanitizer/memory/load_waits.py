@@ -6,10 +6,10 @@ let arithmetic go ahead of the wait, and a kernel may run right for years withou
 therefore an effect: data, or what was computed of them, that are stored or sent while no wait::ld
 has covered their load. That is looked for in the program, over all paths.
 
-This holds for loads that are inline assembly, as those of CUDA C++ and Triton, and for PTX written
-by hand. Where a compiler has made the load of an operation of its own, as in CuTe DSL, published
-kernels (flash-attn-4, CUTLASS, cuDNN) leave waits out and rely on the register dependency; of these
-loads nothing is said.
+Loads in inline assembly, as those of CUDA C++ and Triton, and in PTX written by hand are findings.
+Where a compiler has made the load of an operation of its own, as in CuTe DSL, published kernels
+(flash-attn-4, CUTLASS, cuDNN) leave waits out and rely on the register dependency; such loads are a
+note of the launch, with their places, and no finding.
 """
 
 from __future__ import annotations
@@ -36,27 +36,50 @@ class Use(NamedTuple):
 
 def found(machine: Any, omitted: int, stretches: Any) -> Iterator[Finding]:
     """Yield a finding for each use whose instructions a launch has executed."""
+    for use in _executed(machine, omitted, False):
+        finding = not_waited(use)
+        finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
+        yield finding
+
+
+def notes(machine: Any, omitted: int) -> list[str]:
+    """Return a note on the loads that a compiler has made and whose data are used with no wait."""
+    loads = {use.load.index: use.load for use in _executed(machine, omitted, True)}
+    if not loads:
+        return []
+    places = dict.fromkeys(
+        ":".join(map(str, load.source)) if load.source else f"PTX line {load.line}"
+        for load in loads.values()
+    )
+    return [
+        f"data of {len(loads)} tcgen05.ld that the compiler has made are used with no "
+        f"tcgen05.wait::ld between, at {', '.join(places)}; a GPU waits for their registers, so "
+        "this is no finding"
+    ]
+
+
+def _executed(machine: Any, omitted: int, by_compiler: bool) -> Iterator[Use]:
     executed = machine.executed_indices()
-    for use in uses_of(machine.compiled.kernel, omitted):
+    for use in uses_of(machine.compiled.kernel, omitted, by_compiler):
         if use.load.index in executed and use.other.index in executed:
-            finding = not_waited(use)
-            finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
-            yield finding
+            yield use
 
 
 #: Register -> mask of the loads that may be in flight and whose data it depends on.
 _State = dict[Register, int]
 
 
-def uses_of(kernel: Any, omitted: int = -1) -> list[Use]:
+def uses_of(kernel: Any, omitted: int = -1, by_compiler: bool = False) -> list[Use]:
     """Return a use for each instruction that takes data of a load that no wait covers.
 
-    omitted: index of an instruction that is left out.
+    omitted: index of an instruction that is left out. by_compiler: of the loads that a compiler has
+    made of an operation of its own, in place of all others.
     """
     by_hand = kernel.assembly_lines
     loads = [
         i for i in kernel.instructions
-        if row_of(i).rule is Rule.TENSOR_LOAD and (by_hand is None or i.line in by_hand)
+        if row_of(i).rule is Rule.TENSOR_LOAD
+        and (by_hand is not None and i.line not in by_hand) == by_compiler
     ]  # fmt: skip
     if not loads:
         return []
