@@ -10,6 +10,7 @@ import pytest
 
 import sm100_sim
 from sm100_sim.__main__ import main
+from sm100_sim.command import flags
 from sm100_sim.command.files import write_files
 from sm100_sim.command.outcome import Outcome
 from sm100_sim.command.summary import looked_for, summary
@@ -139,3 +140,14 @@ def test_a_wrong_flag_is_refused(flag, capsys):
     with pytest.raises(SystemExit) as end:
         main([flag, "script.py"])
     assert end.value.code == 2 and "usage: python -m sm100_sim" in capsys.readouterr().err
+
+
+def test_words_behind_a_script_are_its_own():
+    """A script's flags may begin like the simulator's, or be the same."""
+    made = flags.parser("", "test", "SCRIPT.py")
+    made.add_argument("args", nargs="...")
+    own = ["--s", "8", "--sanitize", "--seed", "9"]
+    for front in (["--sanitize", "--seed", "3"], ["--sanitize=1", "--seed=3"]):
+        choice = flags.parsed(made, [*front, "script.py", *own], in_front=True)
+        assert (choice.sanitize, choice.seed, choice.file) == ("1", "3", "script.py")
+        assert choice.args == own

@@ -48,8 +48,8 @@ class Rig:
         self.issued = []
         self.explicit_cluster = count > 1
         self.counters = Counter()
-        self.woken = []
-        self.wake = self.woken.append
+        self.woken, self.found = [], []
+        self.wake, self.finding = self.woken.append, self.found.append
         ranges = [
             (t.__array_interface__["data"][0], t.__array_interface__["data"][0] + t.nbytes, "t")
             for t in tensors
@@ -440,9 +440,11 @@ def test_load_store_and_their_lanes():
     warp.r32[1] = 64 << 16 | 64
     with pytest.raises(TmemError, match="columns 64 to 64"):
         rig.run(load, lanes=ALL)
-    warp.r32[1] = np.arange(32)
-    with pytest.raises(TmemError, match="differs between the lanes"):
-        rig.run(load, lanes=ALL)
+    warp.r32[1] = 8 + (np.arange(32) << 16)
+    rig.run(load, lanes=ALL)
+    assert np.array_equal(warp.r32[4], np.arange(32)), "the first lane's address"
+    (found,) = rig.found
+    assert "the address differs between the lanes" in found and "first lane was taken" in found
 
 
 MMA = "tcgen05.mma.cta_group::2.kind::f16 [%r1], %rd1, %rd2, %r2, {};"

@@ -48,7 +48,7 @@ def run_script(arguments: list[str]) -> int:
     """
     made = flags.parser("", "Runs a GPU script in the simulator.", "SCRIPT.py")
     made.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
-    choice = flags.parsed(made, arguments)
+    choice = flags.parsed(made, arguments, in_front=True)
     if not os.path.isfile(choice.file):
         print(f"sm100_sim: {choice.file!r} is not a file", file=sys.stderr)
         return 2

@@ -21,7 +21,9 @@ READINGS = ("1", "wait-ld", "strict", "strict-order")
 
 def parser(name: str, what: str, positional: str) -> argparse.ArgumentParser:
     """Return a parser of the shared flags. positional: name of the file that is run."""
-    made = argparse.ArgumentParser(prog=f"python -m sm100_sim {name}".strip(), description=what)
+    made = argparse.ArgumentParser(
+        prog=f"python -m sm100_sim {name}".strip(), description=what, allow_abbrev=False
+    )
     add = made.add_argument
     add("file", metavar=positional)
     add(
@@ -50,10 +52,25 @@ def parser(name: str, what: str, positional: str) -> argparse.ArgumentParser:
     return made
 
 
-def parsed(made: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments; a bare --sanitize is --sanitize=1. Ends the process as argparse does."""
-    given = ["--sanitize=1" if word == "--sanitize" else word for word in arguments]
-    return made.parse_args(given)
+def parsed(
+    made: argparse.ArgumentParser, arguments: Sequence[str], in_front: bool = False
+) -> argparse.Namespace:
+    """Parse arguments; a bare --sanitize is --sanitize=1. Ends the process as argparse does.
+
+    in_front: flags stand in front of the file alone; what follows it is the file's own.
+    """
+    end = _flags_in_front(arguments) if in_front else len(arguments)
+    given = ["--sanitize=1" if word == "--sanitize" else word for word in arguments[:end]]
+    return made.parse_args([*given, *arguments[end:]])
+
+
+def _flags_in_front(arguments: Sequence[str]) -> int:
+    """Number of words in front of the file: flags, and the values of those that take one."""
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        word = arguments[place]
+        place += 1 if "=" in word or word == "--sanitize" else 2
+    return place
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ no named edge shows to be redundant"""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sm100_sim mutate", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="python -m sm100_sim mutate", description=_DESCRIPTION, allow_abbrev=False
+    )
     parser.add_argument("--seeds", type=int, default=20, help="most seeds a mutant (default 20)")
     parser.add_argument(
         "--confirm",

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sm100_sim predict", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m sm100_sim predict", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument(
         "--machine",
         default="b200",

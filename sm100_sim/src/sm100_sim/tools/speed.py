@@ -169,6 +169,7 @@ def speed(arguments: list[str]) -> int:
     """The command; 2 if the script launched nothing in the simulator."""
     parser = argparse.ArgumentParser(
         prog="python -m sm100_sim speed",
+        allow_abbrev=False,
         description="time a script's launches in the simulator, plain and under the sanitizer, or "
         "the translation of a PTX module",
     )

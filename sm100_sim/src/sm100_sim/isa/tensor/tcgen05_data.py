@@ -137,10 +137,15 @@ def locator(instruction, address_operand, form: Form):
     A warp reaches the quarter of the lanes that is its own. It names them either by their number or
     counted from the quarter's first: the PTX ISA shows the former only, and DeepGEMM's and cuDNN's
     published kernels rely on the latter.
+
+    Lanes that name different addresses are undefined in the PTX ISA and a finding of the machine. A
+    GPU takes the address from a uniform register; here it is the first lane's, on which an example
+    of NVIDIA's relies (docs/findings.md).
     """
     read = reader(address_operand, 32)
     columns, covered = form.columns, SHAPES[form.shape].lanes
     name = instruction.opcode
+    source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
 
     @lru_cache(maxsize=1024)
     def place(value: int, warp_index: int) -> tuple[int, int]:
@@ -162,7 +167,11 @@ def locator(instruction, address_operand, form: Form):
             at = 4 * lowest_lane(lanes)
             first = raw[at : at + 4]
         elif raw != first * 32:
-            raise TmemError(f"{name}: the address differs between the lanes of the warp")
+            warp.cta.cluster.machine.finding(
+                f"{name} (PTX line {instruction.line}{source}): the address differs between the "
+                "lanes of the warp, which the PTX ISA leaves undefined; that of the first lane was "
+                "taken"
+            )
         found = place(int.from_bytes(first, "little"), warp.index)
         warp.cta.tmem.check(found[1], columns, name)
         return found
