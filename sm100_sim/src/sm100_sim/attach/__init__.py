@@ -55,10 +55,28 @@ class Session:
         self.modules: dict[str, str] = {}
 
     def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
-        """Run host code that was called with `arguments`, and the kernels it launches."""
+        """Run host code that was called with `arguments`, and the kernels it launches. In the
+        capture of a CUDA graph the launches are left to its replay."""
+        from . import graphs
+
+        ranges = sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
+        if not graphs.is_capturing():
+            self._launch(call, ranges)
+            return
+
+        def recorded(config: LaunchConfig) -> None:
+            own = graphs.kept(config)
+
+            def replay() -> None:
+                self._launch(lambda launch: launch(own[0]), ranges)
+
+            graphs.record(replay, (own, arguments, keywords))
+
+        call(recorded)
+
+    def _launch(self, call: Any, ranges: list[tuple[int, int, str]]) -> None:
         settings = read_settings()
         options = options_from(settings, **{**self._options, "observe": self._observe})
-        ranges = sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
 
         def noted(on_launch: Callable[[LaunchConfig], None]) -> None:
             def launch(config: LaunchConfig) -> None:
@@ -102,8 +120,9 @@ def attached(
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
     kernel may touch the tensors of its call and those whose addresses the call has as integers, or
-    in a 64-bit integer tensor; if the call holds raw pointers, every live tensor. CUDA graphs,
-    several devices and files of compiled kernels are errors. Contexts do not nest.
+    in a 64-bit integer tensor; if the call holds raw pointers, every live tensor. torch.cuda.graph
+    captures launches and PyTorch's operators. Several devices, files of compiled kernels and graphs
+    by the driver's functions are errors. Contexts do not nest.
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")

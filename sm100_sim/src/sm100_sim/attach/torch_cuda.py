@@ -21,6 +21,7 @@ import torch.utils._device
 from sm100_sim import devices
 from sm100_sim.host.capsule import CudaCapsule
 
+from .graphs import Capture, Graph, is_capturing
 from .patch import ABSENT, Patch
 from .scaled_mm import scaled_mm
 
@@ -118,7 +119,9 @@ def _context(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _no_graphs(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("CUDA graphs are not simulated; launch the kernels directly")
+    raise NotImplementedError(
+        "make_graphed_callables is not simulated; capture with torch.cuda.graph, or call directly"
+    )
 
 
 def _seed(seed: int) -> None:
@@ -137,7 +140,8 @@ _CUDA_FUNCTIONS: dict[str, Any] = {
     "current_stream": lambda device=None: _STREAM, "default_stream": lambda device=None: _STREAM,
     "set_stream": lambda stream: None, "stream": _context, "device": _context,
     "Stream": Stream, "ExternalStream": Stream, "Event": Event,
-    "CUDAGraph": _no_graphs, "graph": _no_graphs,
+    "CUDAGraph": Graph, "graph": Capture, "is_current_stream_capturing": is_capturing,
+    "graph_pool_handle": lambda: (0, 0), "make_graphed_callables": _no_graphs,
     "manual_seed": _seed, "manual_seed_all": _seed,
     "empty_cache": lambda: None, "ipc_collect": lambda: None,
     "reset_peak_memory_stats": lambda device=None: None,
