@@ -19,7 +19,7 @@ from ..kernel_set import (
 )
 from ..rows.sequences import PADDING
 from . import tuning
-from .decode.config import DECODE, DECODE_E4M3
+from .decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
 from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
 from .forward.mxfp8_config import MXFP8_CONFIG, MXFP8_TILES
 from .pair_plan import BLOCK_KV, CTAS
@@ -30,7 +30,7 @@ STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 
 #: Tiles of few query rows -> their configuration.
-_OF_FEW_ROWS = {config.tiles: config for config in (*DECODE, *DECODE_E4M3)}
+_OF_FEW_ROWS = {config.tiles: config for config in (*DECODE, *DECODE_E4M3, *DECODE_NVFP4)}
 
 
 def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: bool) -> Any:
@@ -62,6 +62,7 @@ KERNELS = KernelSet(
         MXFP8: "forward.mxfp8:ForwardMxfp8Kernel",
         "forward_decode": "decode.kernel:DecodeKernel",
         "forward_decode_e4m3": "decode.e4m3:DecodeE4m3Kernel",
+        "forward_decode_nvfp4": "decode.nvfp4:DecodeNvfp4Kernel",
         "backward_dv": "backward.dv:DvKernel",
         "backward_products": "backward.products:ProductsKernel",
         "backward_dkdv": "backward.dkdv:DkdvKernel",
@@ -76,7 +77,7 @@ KERNELS = KernelSet(
     forwards=(
         *(config.tiles for config in DECODE),
         TILES,
-        *(config.tiles for config in DECODE_E4M3),
+        *(config.tiles for config in (*DECODE_E4M3, *DECODE_NVFP4)),
         E4M3_TILES,
         MXFP8_TILES,
     ),

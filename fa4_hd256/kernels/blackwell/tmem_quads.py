@@ -42,10 +42,12 @@ def tmem_load_quads(address: Any, values: cute.Tensor, *, loc: Any = None, ip: A
 
 @dsl_user_op
 def tmem_store_quads(values: cute.Tensor, address: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """tcgen05.st.16x128b.x8, twice: what `tmem_load_quads` loads, in 16 bits, two of a row in a
-    column, hence to half as many columns.  values: 32 Float32 registers, two elements each."""
+    """tcgen05.st.16x128b, twice: of what `tmem_load_quads` loads, in 16 bits, two of a row in a
+    column, 32 Float32 registers to half as many columns as it loads.  values: registers of 32 bits;
+    of each half of the lanes thread t has column 4 k + t % 4 of lane 8 j + t / 4 at (j, k)."""
+    registers = cute.size(values) // 2
     for half in range(2):
-        part = cute.make_tensor(values.iterator + half * 16, cute.make_layout(16))
+        part = cute.make_tensor(values.iterator + half * registers, cute.make_layout(registers))
         nvvm.tcgen05_st(
             nvvm.Tcgen05LdStShape.SHAPE_16X128B,
             _lanes(address, half),

@@ -1,8 +1,6 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
-One warp loads Q's rows, and four write both parts of them where they lie, with a scale per row
-(`kernels.forward.e4m3` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
-is the decode kernel's, with scales (NOTE [scales] there)::
+Four warps write both parts of Q's rows where they lie (`scaled`)::
 
     queries, quantise  Q'                       | Q''
     load               K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
@@ -20,19 +18,14 @@ multiples of 2^-9, the error is 2^-14 at most.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....schedulers.protocol import WorkTile
 from ...e4m3_codes import WORD_CODES, codes_of
-from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
-from ...plan.edges import RingState, RingStates
-from ...problem_class import ProblemClass
-from ...ranges import traced
 from ...rows.sequences import columns_of
 from ..instructions import (
     E4M3_SLICE,
@@ -41,14 +34,11 @@ from ..instructions import (
     k_major_operand,
     mn_major_operand,
 )
-from ..tmem import multiply, multiply_rows, tmem_load
-from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
-from .context import (
-    BlackwellDecodeContext,
-    BlackwellE4m3DecodeContext,
-    DecodeLoadRings,
-)
-from .kernel import DecodeKernel, KvTile, p_layout
+from ..tmem import tmem_load
+from .config import BLOCK_KV, HALF, HALVES
+from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext
+from .kernel import p_layout
+from .scaled import ScaledDecodeKernel
 
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
@@ -56,27 +46,11 @@ COLUMNS = 32
 LOW_PART = 2.0**-4
 
 
-class DecodeE4m3Kernel(DecodeKernel):
+class DecodeE4m3Kernel(ScaledDecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
-    halves_apart = False
-    context_class = BlackwellE4m3DecodeContext
-
-    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
-        self.scales = KeyScales(problem_class, self.rows, multiply)
-        self.scaled_rows = ScaledRows(
-            self.dtype,
-            self.rows,
-            config.warps.quantise or (),
-            top_exponent=7,  # of 448 at most
-            rows_at_once=8 if config.softmax_groups == 1 else 4,  # as registers allow
-            loaded="rows_loaded",
-            memory="q_rows",
-            store=self._store_row,
-            is_packed=True,
-        )
+    top_exponent = 7  # of 448 at most
 
     def make_mmas(self) -> None:
         """Set the MMA of K, and those of both halves of V's columns, from one buffer."""
@@ -93,72 +67,19 @@ class DecodeE4m3Kernel(DecodeKernel):
         ]
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
-        rows, stages = self.config.rows, self.config.q_stages
-        factors = memory.region("factors", Float32, 16)
-        views = super().smem(memory)
-        return views | {
-            "q": memory.operand("q", self.config.columns, HEAD_DIM // 2, stages),
-            "q_rows": views["q"],
-            "factors": cute.make_tensor(factors, cute.make_layout((rows, stages))),
-        }
+        q = memory.operand("q", self.config.columns, HEAD_DIM // 2, self.config.q_stages)
+        return super().smem(memory) | {"q": q}
 
     @cute.jit
-    def run_other_role(self, context: BlackwellE4m3DecodeContext, warp: Int32):
-        """Run the role of a warp: that of `DecodeKernel`, or loading Q, or bringing it to e4m3."""
-        warps = self.config.warps
-        if warp < warps.queries:
-            super().run_other_role(context, warp)
-        elif warp == warps.queries:
-            self.set_registers(warps.registers_other)
-            self.scaled_rows.load(context, self.scheduler)
-        else:
-            self.set_registers(warps.registers_quantise)
-            self.quantise(context)
-
-    # ------------------------------------------------------------ load
-
-    def _load_q(
-        self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
-    ) -> DecodeLoadRings:
-        """Load nothing: Q has a warp of its own."""
-        return rings
-
-    def _load_tile(
-        self,
-        context: BlackwellDecodeContext,
-        work: WorkTile,
-        kv_tile: KvTile,
-        name: str,
-        rings: DecodeLoadRings,
-    ) -> DecodeLoadRings:
-        """Load all columns of K or V into one buffer."""
-        rings.kv = self._load_columns(context, work, kv_tile, (name, 0), rings.kv)
-        return rings
-
-    # ------------------------------------------------------------ Q
-
-    @cute.jit
-    def quantise(self, context: BlackwellE4m3DecodeContext):
+    def convert(self, context: BlackwellE4m3DecodeContext):
         """Bring each tile's Q to e4m3, with the scales of its rows."""
         states = self.edges.waiter_states("rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                states = self._quantise_tile(context, states)
+                states = self._bring_q(context, states)
             work = scheduler.advance_to_next_work()
-
-    @traced("quantise Q")
-    @cute.jit
-    def _quantise_tile(self, context: BlackwellE4m3DecodeContext, states: RingStates):
-        barriers, waited = context.barriers, ("rows_loaded", "factors_free")
-        for edge in waited:
-            barriers[edge].wait(states[edge])
-        self.scaled_rows.scale(context, states["rows_loaded"].index)
-        for edge, of in zip(("q_loaded", "factors_ready"), waited, strict=True):
-            barriers[edge].arrive(states[of])
-            states.advance(of)
-        return states
 
     def _store_row(
         self,
@@ -176,52 +97,6 @@ class DecodeE4m3Kernel(DecodeKernel):
             for part in range(2)
         )
         _store_parts(elements, targets)
-
-    # ------------------------------------------------------------ softmax
-
-    def _create(self, context: BlackwellDecodeContext) -> ScaledSoftmax:
-        config, rows = self.config, self.group.count
-        created = ScaledSoftmax.create(
-            self.scales.softmax_scale(context),
-            config.ex2_pattern,
-            config.rescale_threshold,
-            self.dtype,
-            rows,
-            config.headroom,
-        )
-        softmax = cast(ScaledSoftmax, created)
-        self.scales.allocate(softmax)
-        # Scale of the rows, from S to scores.
-        softmax.k_scale = cute.make_rmem_tensor(rows, Float32)
-        return softmax
-
-    def _tile_state(self) -> RingState:
-        return self.edges["factors_ready"].waiter_state()
-
-    @cute.jit
-    def _begin_tile(
-        self, context: BlackwellDecodeContext, softmax: Any, work: Any, key: Int32, state: Any
-    ):
-        """The scales of the rows, and those of the tile, or of the first step's keys."""
-        barriers, factors = context.barriers, softmax.k_scale
-        barriers["factors_ready"].wait(state)
-        cute.autovec_copy(context.smem["factors"][None, state.index], factors)
-        barriers["factors_free"].arrive(state)
-        state.advance()
-        self.scales.enter(context, softmax, work, key)
-        return state
-
-    def _load_scores(
-        self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
-    ) -> cute.Tensor:
-        """Both parts of S, added and brought back: rows by their scales, which K's scale of the
-        tile is among, a key by its page's scale."""
-        scores = self._load_sum(self._scores(context, buffer))
-        multiply_rows(scores, softmax.k_scale)
-        if self.scales.of_pages:
-            (k_scale,) = self.scales.take(context, softmax, work)
-            multiply(scores, k_scale)
-        return scores
 
     def _load_sum(self, address: Any) -> cute.Tensor:
         """Both parts of a lane's rows, added: those of lo lie behind those of hi."""
@@ -245,15 +120,6 @@ class DecodeE4m3Kernel(DecodeKernel):
                 (low[row], low[row + 1]), (counts, counts), (high[row], high[row + 1])
             )
 
-    def _weigh(self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor) -> None:
-        if not self.scales.of_pages:
-            return
-        scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
-        for row in range(0, self.group.count, 2):
-            scores[row], scores[row + 1] = cute.arch.fma_packed_f32x2(
-                (scores[row], scores[row + 1]), (scale, scale), (logarithm, logarithm)
-            )
-
     def _store_probabilities(
         self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
     ) -> None:
@@ -264,12 +130,6 @@ class DecodeE4m3Kernel(DecodeKernel):
         starts = (part * self.config.rows + context.first_row for part in range(2))
         targets = tuple(columns_of(column, start // 2, rows // 2) for start in starts)
         _store_parts([scores[row] for row in range(rows)], targets)
-
-    def _scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
-        return self.scales.scaled_inverse(softmax, inverse)
-
-    def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
-        return self._load_sum(self._of_half(context, half))
 
 
 def _split(values: list[Float32]) -> tuple[Int32, Int32]:

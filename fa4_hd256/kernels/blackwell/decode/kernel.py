@@ -106,6 +106,8 @@ class DecodeKernel(ForwardCommon, PairKernel):
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
     #: Whether each half of V's columns has a buffer.
     halves_apart = True
+    #: Ring of the buffers of K and V that the MMAs read.
+    operand_ring = "kv"
     qk: list[Mma]
     pv: list[Mma]
     ctas = 1
@@ -121,6 +123,11 @@ class DecodeKernel(ForwardCommon, PairKernel):
         self.softmax_warps = len(config.warps.softmax) // config.softmax_groups
         self.softmax_threads = self.softmax_warps * WARP_SIZE
         self.make_mmas()
+
+    @property
+    def operand_dtype(self) -> Any:
+        """Return the type of P."""
+        return self.dtype
 
     def make_mmas(self) -> None:
         """Set the MMAs of both halves of K's columns, whose results add up, and of V's."""
@@ -200,7 +207,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
             "kv": memory.operand("kv", BLOCK_KV, HALF, config.half_stages),
-            "p": cute.make_tensor(memory.region("p", self.dtype, 128), core_matrices),
+            "p": cute.make_tensor(memory.region("p", self.operand_dtype, 128), core_matrices),
         } | {
             name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
             for name, shape in shapes.items()
@@ -313,7 +320,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         taken the one before, and the softmax waits for the last MMA of this tile.  So tiles without
         steps are skipped after it.
         """
-        waited = "kv_loaded", "q_loaded", "s_done", "p_done", "o_done"
+        waited = f"{self.operand_ring}_loaded", "q_loaded", "s_done", "p_done", "o_done"
         rings = DecodeMmaRings.waiting(self.edges, *waited)
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -382,31 +389,35 @@ class DecodeKernel(ForwardCommon, PairKernel):
         self, context: BlackwellDecodeContext, number: int, rings: DecodeMmaRings
     ) -> DecodeMmaRings:
         """Issue the MMA of a buffer of K; those behind the first one add up."""
-        barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
+        barriers, ring = context.barriers, self.operand_ring
+        barriers[f"{ring}_loaded"].wait(rings.kv)
         fence_after_thread_sync()
-        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
+        k, q = self._operand(context, rings.kv), smem_buffer(context, "q", rings.q)
         scores = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
         self.qk[number].issue(scores, k, q, number > 0)
-        barriers["kv_free"].commit(rings.kv)
+        barriers[f"{ring}_free"].commit(rings.kv)
         rings.kv.advance()
         return rings
+
+    def _operand(self, context: BlackwellDecodeContext, state: RingState) -> Any:
+        """Return the address of the buffer of K or V that is in use."""
+        return smem_buffer(context, "kv", state)
 
     @traced("PV")
     def _pv(
         self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings
     ) -> DecodeMmaRings:
         """O^T += V^T P^T, a half of it after the other, which overwrite in a tile's first step."""
-        barriers = context.barriers
+        barriers, ring = context.barriers, self.operand_ring
         barriers["p_done"].wait(rings.p)
         for half, pv in zip(HALVES, self.pv, strict=True):
             if half == HALVES[0] or self.halves_apart:
-                barriers["kv_loaded"].wait(rings.kv)
+                barriers[f"{ring}_loaded"].wait(rings.kv)
             fence_after_thread_sync()
-            v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
+            v, p = self._operand(context, rings.kv), smem_buffer(context, "p", rings.p)
             pv.issue(tmem_buffer(context.tmem, self.tmem_plan, f"o{half}", rings.o), v, p, adds)
             if half == HALVES[-1] or self.halves_apart:
-                barriers["kv_free"].commit(rings.kv)
+                barriers[f"{ring}_free"].commit(rings.kv)
                 rings.kv.advance()
         barriers["o_done"].commit(rings.o)
         rings.o.advance()
@@ -655,7 +666,11 @@ class DecodeKernel(ForwardCommon, PairKernel):
         for half in cutlass.range_constexpr(len(HALVES)):
             values = self._load_half(context, half)
             multiply_rows(values, inverses)
-            self.group.store(context, work, values, half * HALF + self._number_in_group())
+            self.group.store(context, work, values, self._column(half))
+
+    def _column(self, half: int) -> Int32:
+        """Return the column of the head that this lane has of a half of O."""
+        return half * HALF + self._number_in_group()
 
     @cute.jit
     def _store_zeros(self, context: BlackwellDecodeContext, work: WorkTile):
@@ -663,7 +678,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         zeros = cute.make_rmem_tensor(self.group.count, Float32)
         zeros.fill(0.0)
         for half in cutlass.range_constexpr(len(HALVES)):
-            self.group.store(context, work, zeros, half * HALF + self._number_in_group())
+            self.group.store(context, work, zeros, self._column(half))
 
 
 def smem_buffer(context: BlackwellDecodeContext, name: str, state: RingState) -> cute.Pointer:

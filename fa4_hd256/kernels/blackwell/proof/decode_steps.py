@@ -2,7 +2,8 @@
 
 K and V come in halves of 128 columns, a buffer each: the halves of K are added up in S, those of V
 give the two halves of O, each 128 of the head's columns.  In e4m3 a buffer holds a whole tile of K
-or V, and Q is written by a role of the kernel (`e4m3`).
+or V, and Q is written by a role of the kernel (`scaled`).  In NVFP4 that role writes K and V, too, in
+tensor memory (`nvfp4`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ...proof.steps import (
     MMA,
     Act,
     Action,
+    Copy,
     Ring,
     Role,
     StepTable,
@@ -46,8 +48,8 @@ RINGS = (
 
 def decode_steps(config: DecodeConfig) -> StepTable:
     """Return the table.  QK of the following step goes before PV."""
-    if config.e4m3:
-        return _e4m3_steps()
+    if config.is_scaled:
+        return _scaled_steps(config)
     load = (
         act(fill("q", "Q"), when=When.FIRST, is_ahead=True),
         act(*(fill("kv", f"K{half}") for half in HALVES), is_ahead=True),
@@ -92,28 +94,22 @@ def _pv(half: int) -> tuple[Action, ...]:
     return wait("kv_loaded"), multiply(f"PV{half}", *operands), arrive("kv_free")
 
 
-def _e4m3_steps() -> StepTable:
-    """Return the steps for tiles of K and V in e4m3, each in one buffer."""
-    rings = (
-        *RINGS,
-        # In the bytes of Q's buffer, which is refilled when both have been read.
-        Ring("rows", full="rows_loaded", free="q_free", over="q"),
-        Ring("factors", full="factors_ready", free="factors_free"),
-    )
-    load = act(fill("kv", "K"), is_ahead=True), act(fill("kv", "V"))
-    qk = multiply("QK", read("kv", "K"), read("q", "Q"), write("s", "S"))
+def _scaled_steps(config: DecodeConfig) -> StepTable:
+    """Return the steps for tiles of K and V in e4m3 or NVFP4, each in one buffer."""
+    ring = "operand" if config.nvfp4 else "kv"
+    qk = multiply("QK", read(ring, "K"), read("q", "Q"), write("s", "S"))
     sums = [
-        multiply(f"PV{half}", read("kv", "V"), read("p", "P"), add("o", f"O{half}"))
+        multiply(f"PV{half}", read(ring, "V"), read("p", "P"), add("o", f"O{half}"))
         for half in HALVES
     ]
-    take, give = wait("kv_loaded"), arrive("kv_free")
+    take, give = wait(f"{ring}_loaded"), arrive(f"{ring}_free")
     queries = Role(
         "queries",
         (act(fill("rows", "raw Q"), when=When.FIRST),),
         # The last commits arrive at this CTA's barriers.
         end=(wait_all("q_free"),),
     )
-    quantise = act(
+    bring = (
         wait("rows_loaded"),
         wait("factors_free"),
         read("rows", "raw Q"),
@@ -121,7 +117,6 @@ def _e4m3_steps() -> StepTable:
         write("factors", "F"),
         arrive("q_loaded"),
         arrive("factors_ready"),
-        when=When.FIRST,
     )
     enter = act(
         wait("factors_ready"),
@@ -130,14 +125,57 @@ def _e4m3_steps() -> StepTable:
         when=When.FIRST,
         is_ahead=True,
     )
+    if config.nvfp4:
+        converting = Role(
+            "convert",
+            (
+                act(*bring, when=When.FIRST, is_ahead=True),
+                act(*_convert("K"), is_ahead=True),
+                act(*_convert("V")),
+            ),
+            end=(wait_all("operand_free"),),
+            crosses=True,
+        )
+        contents = [(Copy(f"{name} codes"), Copy(f"{name} scales", "kv_scales")) for name in "KV"]
+    else:
+        converting = Role("quantise", (act(*bring, when=When.FIRST),))
+        contents = [(Copy(name),) for name in "KV"]
+    keys, values = contents
+    load = act(fill("kv", *keys), is_ahead=True), act(fill("kv", *values))
     roles = (
         _load(load, wait_all("kv_free")),
         _mma([take, qk, give], [take, *sums, give]),
         _softmax(enter),
         queries,
-        Role("quantise", (quantise,)),
+        converting,
     )
-    return StepTable(rings, roles)
+    return StepTable(_scaled_rings(config.nvfp4), roles)
+
+
+def _scaled_rings(has_operands: bool) -> tuple[Ring, ...]:
+    """Return the rings.  has_operands: K and V are written to tensor memory."""
+    rings = (
+        *RINGS,
+        # In the bytes of Q's buffer, which is refilled when both have been read.
+        Ring("rows", full="rows_loaded", free="q_free", over="q"),
+        Ring("factors", full="factors_ready", free="factors_free"),
+    )
+    if not has_operands:
+        return rings
+    return (loaded("kv", "kv", "kv_scales"), *rings[1:], loaded("operand"))
+
+
+def _convert(content: str) -> tuple[Action, ...]:
+    """K or V from its codes and scales to tensor memory."""
+    return (
+        wait("kv_loaded"),
+        wait("operand_free"),
+        read("kv", f"{content} codes"),
+        read("kv", f"{content} scales"),
+        write("operand", content),
+        arrive("kv_free"),
+        arrive("operand_loaded"),
+    )
 
 
 def _softmax(*enter: Act) -> Role:

@@ -42,6 +42,7 @@ from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
+from ...forward.nvfp4_words import with_scales
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
@@ -152,7 +153,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
         found = ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
-        return nvfp4_scales.with_scales(self, found, load) if self.config.nvfp4 else found
+        return with_scales(self, found, load, BLOCK_KV) if self.config.nvfp4 else found
 
     @cute.kernel
     def kernel(

@@ -26,9 +26,15 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ...limits import HEAD_DIM, WARP_SIZE
-from ...nvfp4_format import NVFP4_BLOCK
-from ...operands import ROW_BYTES
+from ...forward.nvfp4_words import (
+    CODE_COLUMNS,
+    ROW_WORDS,
+    SCALE_WORDS,
+    load_words,
+    scale_pair,
+    select_bytes,
+)
+from ...limits import WARP_SIZE
 from ..instructions import QUAD, WARPGROUP_THREADS
 from .config import BLOCK_KV, QK_PARTS
 from .e4m3_fragments import KEY_STEPS, thread_key
@@ -36,9 +42,7 @@ from .e4m3_fragments import KEY_STEPS, thread_key
 #: What results of MMAs are to be multiplied with.
 UNIT = 2.0**6
 #: Columns of a row as 16-bit elements, four columns of the head in each.
-TILE_COLUMNS = HEAD_DIM // 4
-#: Words of codes and of scales in a row.
-ROW_WORDS, SCALE_WORDS = ROW_BYTES // 4, HEAD_DIM // NVFP4_BLOCK // 4
+TILE_COLUMNS = CODE_COLUMNS
 PIECE_WORDS, PIECE_HALVES = 4, 8
 #: Words of a thread's part of a row of K: 16 columns, a block.
 PART_WORDS = 2
@@ -68,11 +72,11 @@ def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[Any]]:
     row = (buffer * BLOCK_KV + key) * ROW_WORDS
     swizzle = thread % WARP_SIZE // QUAD
     scales = (buffer * BLOCK_KV + key) * SCALE_WORDS + lane
-    of_rows = [_words(smem["scale_words"], scales + step * SCALE_WORDS, 1)[0] for step in KEY_STEPS]
+    of_rows = [load_words(smem["scale_words"], scales + step * SCALE_WORDS, 1)[0] for step in KEY_STEPS]
     loaded = []
     for piece in range(2):
         at = row + ((2 * lane + piece) ^ swizzle) * PIECE_WORDS
-        pieces = [_words(codes, at + step * ROW_WORDS, PIECE_WORDS) for step in KEY_STEPS]
+        pieces = [load_words(codes, at + step * ROW_WORDS, PIECE_WORDS) for step in KEY_STEPS]
         for half in range(2):
             words = [[own[PART_WORDS * half + i] for i in range(PART_WORDS)] for own in pieces]
             part = 2 * piece + half
@@ -85,7 +89,7 @@ def convert_keys(of_rows: list[Any], keys: cute.Tensor) -> None:
     """Write A of a part of QK.  of_rows: of `read_keys`."""
     fragment = cute.recast_tensor(keys, Uint32)
     for which, (words, scales, part) in enumerate(of_rows):
-        scale = _scale_pair(_both(scales, part))
+        scale = scale_pair(_both(scales, part))
         for number, word in enumerate(words):
             for pair, elements in enumerate(_scaled(word, scale)):
                 of_slice, upper = divmod(pair, 2)
@@ -111,14 +115,14 @@ def read_values(smem: dict[str, cute.Tensor], buffer: Int32) -> list[tuple[Any, 
     for eight in range(BLOCK_KV // 8):
         far = eight * 8
         first, second = (
-            Uint32(_words(smem["kv_halves"], start + far * (2 * ROW_WORDS), 1)[0]) for start in at
+            Uint32(load_words(smem["kv_halves"], start + far * (2 * ROW_WORDS), 1)[0]) for start in at
         )
         of_first, of_second = (
-            _words(smem["scale_words"], scale + (far + which) * SCALE_WORDS, 1)[0]
+            load_words(smem["scale_words"], scale + (far + which) * SCALE_WORDS, 1)[0]
             for which in range(2)
         )
-        word = _select(first, second, Uint32(0x5140))
-        loaded.append((word, _select(of_first, of_second, Uint32(selector))))
+        word = select_bytes(first, second, Uint32(0x5140))
+        loaded.append((word, select_bytes(of_first, of_second, Uint32(selector))))
     return loaded
 
 
@@ -127,41 +131,15 @@ def convert_values(loaded: list[tuple[Any, Any]], values: list[cute.Tensor]) -> 
     fragments = [cute.recast_tensor(operand, Uint32) for operand in values]
     for eight, (word, scales) in enumerate(loaded):
         at = 4 * (eight // 2) + 2 * (eight % 2)
-        of_columns = zip(VALUE_COLUMNS, _scaled(word, _scale_pair(scales)), strict=True)
+        of_columns = zip(VALUE_COLUMNS, _scaled(word, scale_pair(scales)), strict=True)
         for column, elements in of_columns:
             number, which = divmod(column, 2)
             fragments[number][at + which] = elements
 
 
-def _words(tiles: cute.Tensor, start: Int32, count: int) -> cute.Tensor:
-    """Some elements of the buffers, from a multiple of their number on."""
-    words = cute.make_rmem_tensor(count, tiles.element_type)
-    place = (tiles.iterator + start).align(count * tiles.element_type.width // 8)
-    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(count)), words)
-    return words
-
-
-def _select(first: Any, second: Any, selector: Any) -> Any:
-    """Four of the eight bytes of two words: prmt.b32 (PTX ISA 9.7.9.7)."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Uint32],
-        read_only_args=[first, second, selector],
-    )
-
-
 def _both(word: Any, byte: int) -> Any:
     """A byte of a word, twice, in the low half."""
-    return _select(word, word, Uint32(byte | byte << 4))
-
-
-def _scale_pair(word: Any) -> Any:
-    """Two e4m3 in the low half of a word as f16x2: cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22)."""
-    return cute.arch.inline_ptx(
-        "{.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\ncvt.rn.f16x2.e4m3x2 {$w0}, low;}",
-        write_only_types=[Uint32],
-        read_only_args=[word],
-    )
+    return select_bytes(word, word, Uint32(byte | byte << 4))
 
 
 def _scaled(word: Any, scale: Any) -> tuple[Any, ...]:

@@ -12,28 +12,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32
 
 from ....schedulers.protocol import WorkTile
-from ...forward.context import ForwardKernelTensors
-from ...limits import HEAD_DIM, WARP_SIZE
-from ...nvfp4_format import NVFP4_BLOCK
+from ...forward.nvfp4_words import SCALE_COLUMNS
+from ...limits import WARP_SIZE
 from ...operands import SharedMemory
 from ...plan.edges import RingState
 from ...rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
-from ...rows.sequences import by_sequence
 from .config import BLOCK_KV, E4m3Config
 from .context import HopperE4m3DecodeContext
-
-#: Scales of a row, as 16-bit elements.
-COLUMNS = HEAD_DIM // NVFP4_BLOCK // 2
-
-
-def with_scales(kernel: Any, tensors: ForwardKernelTensors, load: Any) -> ForwardKernelTensors:
-    """Return the tensors with the block scales as the kernel loads them.  load: its operation."""
-    *others, k_scales, v_scales = tensors.optional
-    found = tuple(
-        kernel.loaded_tensor(name, by_sequence(scales, columns=COLUMNS), (load, BLOCK_KV, COLUMNS))
-        for name, scales in zip("kv", (k_scales, v_scales), strict=True)
-    )
-    return tensors._replace(optional=(*others, *found))
 
 
 def buffers(memory: SharedMemory, config: E4m3Config) -> dict[str, cute.Tensor]:
@@ -46,7 +31,7 @@ def buffers(memory: SharedMemory, config: E4m3Config) -> dict[str, cute.Tensor]:
     if not config.nvfp4:
         return {}
     return {
-        "kv_scales": memory.operand("kv_scales", BLOCK_KV, COLUMNS, config.kv_stages),
+        "kv_scales": memory.operand("kv_scales", BLOCK_KV, SCALE_COLUMNS, config.kv_stages),
         "scale_words": flat("kv_scales", Uint32),
         "kv_halves": flat("kv", Uint16),
     }

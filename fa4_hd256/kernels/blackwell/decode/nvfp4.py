@@ -1,0 +1,225 @@
+"""The decode kernel for K and V in NVFP4: `config` NOTE [NVFP4].
+
+Four warps bring Q, K and V to float16: Q where it lies (`scaled`), K and V^T to tensor memory
+(`nvfp4_operands`), in the order of the MMAs::
+
+    queries    Q'                       | Q''
+    load       K(1) V(0) K(2) V(1) ..   | K(0')    V(last) K(1')  V(0') ..
+    convert    K(1) V(0) K(2) V(1) ..   | Q' K(0') V(last) K(1')  V(0') ..
+    mma        QK(1) PV(0) QK(2) PV(1)..| QK(0')   PV(last) QK(1') PV(0') ..
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from ....schedulers.protocol import WorkTile
+from ...forward.context import ForwardKernelTensors
+from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, with_scales
+from ...limits import HEAD_DIM
+from ...operands import SharedMemory, TmaTensor
+from ...plan.edges import RingState, RingStates
+from ...ranges import traced
+from ...rows.sequences import columns_of, lane_columns
+from ..instructions import (
+    Mma,
+    MmaShape,
+    TmemOperand,
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+    k_major_operand,
+)
+from ..pair_kernel import await_buffer
+from ..tmem import tmem_buffer, tmem_load
+from .config import BLOCK_KV, HALF, HALVES, MMA_K
+from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
+from .kernel import KvTile, p_layout
+from .nvfp4_operands import HALF_COLUMNS, store_keys, store_values, value_column
+from .scaled import ScaledDecodeKernel
+
+
+class DecodeNvfp4Kernel(ScaledDecodeKernel):
+    """See the module's docstring; the arguments are those of `DecodeKernel`."""
+
+    kv_bytes = Fraction(1, 2)
+    operand_ring = "operand"
+    top_exponent = 14
+
+    @property
+    def operand_dtype(self) -> Any:
+        return cutlass.Float16
+
+    def make_mmas(self) -> None:
+        """Set the MMA of K, and those of both halves of V^T, from one buffer."""
+        rows, ctas = self.config.rows, self.ctas
+        negate = self.problem_class.negative_scale
+        shape = MmaShape(BLOCK_KV, rows, False, negate_a=negate, ctas=ctas)
+        self.qk = [Mma(shape, TmemOperand.contiguous(HEAD_DIM), k_major_operand(rows))]
+        shape = replace(shape, m=HALF, b_mn_major=True, negate_a=False)
+        keys = TmemOperand.contiguous(BLOCK_KV).step_columns
+        self.pv = [
+            Mma(
+                shape,
+                TmemOperand(tuple(half * HALF_COLUMNS + column for column in keys)),
+                p_layout(MMA_K),
+            )
+            for half in HALVES
+        ]
+
+    def kernel_tensors(
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
+        load, (q, k, v, out) = cpasync.CopyBulkTensorTileG2SOp(), operands
+        q = self.tma_tensor("q", q, (load, self.config.rows, HEAD_DIM))
+        k, v = (
+            self.loaded_tensor(name, view, (load, BLOCK_KV, CODE_COLUMNS))
+            for name, view in (("k", k), ("v", v))
+        )
+        found = ForwardKernelTensors(q, k, v, None, out, lse, optional)
+        return with_scales(self, found, load, BLOCK_KV)
+
+    def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
+        return tensors.q, tensors.k, tensors.v, *tensors.optional[-2:]
+
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        config = self.config
+
+        def words(region: str) -> cute.Tensor:
+            return cute.make_tensor(memory.region(region, Uint32, 1024), cute.make_layout(1))
+
+        stages = config.half_stages
+        return super().smem(memory) | {
+            "q": memory.operand("q", config.rows, HEAD_DIM, config.q_stages, self.operand_dtype),
+            "kv": memory.operand("kv", BLOCK_KV, CODE_COLUMNS, stages),
+            "kv_scales": memory.operand("kv_scales", BLOCK_KV, SCALE_COLUMNS, stages),
+            "kv_words": words("kv"),
+            "scale_words": words("kv_scales"),
+        }
+
+    # ------------------------------------------------------------ load
+
+    @traced("load")
+    def _load_tile(
+        self,
+        context: BlackwellDecodeContext,
+        work: WorkTile,
+        kv_tile: KvTile,
+        name: str,
+        rings: DecodeLoadRings,
+    ) -> DecodeLoadRings:
+        """Load the codes of K or V, and their scales, into one buffer each."""
+        head = work.head // context.heads_per_kv
+        place = self.keys(context, work, kv_tile), self.first_key(kv_tile), 0, head
+        target = await_buffer(context, "kv", rings.kv)
+        scales = context.tensors.optional[-2:]["kv".index(name)]
+        self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
+        self.load_kv(scales, context.smem["kv_scales"], place, target)
+        rings.kv.advance()
+        return rings
+
+    # ------------------------------------------------------------ convert
+
+    @cute.jit
+    def convert(self, context: BlackwellE4m3DecodeContext):
+        """Bring Q and K(0) to float16, then K(i + 1) before V(i); Q and K(0) of the next tile
+        before the last V of this one."""
+        waited = "rows_loaded", "factors_free", "kv_loaded", "operand_free"
+        states = self.edges.waiter_states(*waited)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            states = self._convert_first(context, states)
+        while work.is_valid:
+            for _ in cutlass.range(1, self.num_steps(context, work), unroll=1):
+                states = self._convert_tile(context, "k", states)
+                states = self._convert_tile(context, "v", states)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                states = self._convert_first(context, states)
+            states = self._convert_tile(context, "v", states)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    states = self._convert_first(context, states)
+        # The last commits arrive at this CTA's barriers.
+        context.barriers["operand_free"].wait_for_all(states["operand_free"])
+
+    def _convert_first(
+        self, context: BlackwellE4m3DecodeContext, states: RingStates
+    ) -> RingStates:
+        """Bring to float16 what QK(0) of a tile takes."""
+        states = self._bring_q(context, states)
+        return self._convert_tile(context, "k", states)
+
+    @traced("convert")
+    @cute.jit
+    def _convert_tile(self, context: BlackwellE4m3DecodeContext, name: str, states: RingStates):
+        """Bring a tile of K or V to float16 in tensor memory."""
+        barriers, loaded, free = context.barriers, states["kv_loaded"], states["operand_free"]
+        barriers["kv_loaded"].wait(loaded)
+        barriers["operand_free"].wait(free)
+        fence_after_thread_sync()
+        start, distance = self.tmem_plan.buffers("operand", free.stages)
+        address = context.warp_lanes + (start + free.index * distance)
+        if cutlass.const_expr(name == "k"):
+            store_keys(context.smem, loaded.index, address)
+        else:
+            store_values(context.smem, loaded.index, address)
+        barriers["kv_free"].arrive(loaded)
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+        barriers["operand_loaded"].arrive(free)
+        states.advance("kv_loaded")
+        states.advance("operand_free")
+        return states
+
+    def _store_row(
+        self,
+        context: BlackwellE4m3DecodeContext,
+        row: tuple[Any, Any],
+        elements: list[Float32],
+        stage: Int32,
+    ) -> None:
+        """Store this lane's elements of a row where they were loaded."""
+        values = cute.make_rmem_tensor(len(elements), Float32)
+        for number, element in enumerate(elements):
+            values[number] = element
+        rounded = cute.make_rmem_tensor(len(elements), self.operand_dtype)
+        rounded.store(values.load().to(self.operand_dtype))
+        target = context.smem["q"][row, None, stage]
+        cute.autovec_copy(rounded, lane_columns(target, cute.arch.lane_idx()))
+
+    # ------------------------------------------------------------ mma
+
+    def _operand(self, context: BlackwellDecodeContext, state: RingState) -> Int32:
+        return tmem_buffer(context.tmem, self.tmem_plan, "operand", state)
+
+    # ------------------------------------------------------------ softmax
+
+    def _load_sum(self, address: Any) -> cute.Tensor:
+        """Load a lane's rows."""
+        values = cute.make_rmem_tensor(self.group.count, Float32)
+        tmem_load(address, values, self.group.count)
+        cute.arch.fence_view_async_tmem_load()
+        return values
+
+    def _store_probabilities(
+        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
+    ) -> None:
+        probabilities = cute.make_rmem_tensor(self.group.count, self.operand_dtype)
+        softmax.exponentiate(scores, probabilities, softmax.weights[0])
+        column = context.smem["p"][None, self._number_in_group(), 0]
+        cute.autovec_copy(probabilities, columns_of(column, context.first_row, self.group.count))
+
+    def _column(self, half: int) -> Int32:
+        return value_column(self._number_in_group(), half)
