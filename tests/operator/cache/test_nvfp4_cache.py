@@ -15,8 +15,6 @@ from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.quantize import quantize_nvfp4
 from fa4_hd256.score_mods import alibi
 
-pytestmark = pytest.mark.architecture("sm_90a")
-
 
 def attend(q, cache, **options):
     given = cache.options(len(q)) | options
