@@ -24,7 +24,7 @@ from .words import shown
 
 _E4M3 = {"float8_e4m3fn": torch.float8_e4m3fn}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, **_E4M3}
-_KV_DTYPES = {OF_Q: None, **_E4M3}
+_KV_DTYPES = {OF_Q: None, **_E4M3, "uint8": torch.uint8}
 _USUAL = Needs()
 
 

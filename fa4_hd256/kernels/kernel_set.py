@@ -164,8 +164,6 @@ class KernelSet:
         tiles = tuple(t for t in self.forwards if _key(t) == requested)
         if not tiles:
             accepted = "q, k and v" if q_dtype is None else "q"
-            if kv_dtype == torch.uint8:
-                accepted = "a cache in torch.float8_e4m3fn, or one"
             raise NotImplementedError(
                 f"{_dtypes(*requested)}, which {self.architecture.name}, "
                 f"{self.architecture.describe()}, has no kernel for: not yet offered there; "

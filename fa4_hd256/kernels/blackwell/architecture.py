@@ -19,7 +19,7 @@ from ..kernel_set import (
 )
 from ..rows.sequences import PADDING
 from . import tuning
-from .decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
+from .decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4, DecodeConfig
 from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
 from .forward.mxfp8_config import MXFP8_CONFIG, MXFP8_TILES
 from .pair_plan import BLOCK_KV, CTAS
@@ -81,6 +81,7 @@ KERNELS = KernelSet(
         E4M3_TILES,
         MXFP8_TILES,
     ),
+    gathering=lambda config: config.gathering() if isinstance(config, DecodeConfig) else config,
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

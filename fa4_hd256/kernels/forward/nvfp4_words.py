@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ..limits import HEAD_DIM
+from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_format import NVFP4_BLOCK
 from ..operands import ROW_BYTES
+from ..rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
 from ..rows.sequences import by_sequence
 from .context import ForwardKernelTensors
 
@@ -26,16 +28,23 @@ CODE_COLUMNS, SCALE_COLUMNS = HEAD_DIM // 4, HEAD_DIM // NVFP4_BLOCK // 2
 def with_scales(
     kernel: Any, tensors: ForwardKernelTensors, load: Any, rows: int
 ) -> ForwardKernelTensors:
-    """Return the tensors with the block scales as the kernel loads them.  load: its operation.
-    rows: of a tile."""
+    """Return the tensors with the block scales as the kernel loads them.  load: its operation;
+    rows that are gathered are copied from the tensors as they are.  rows: of a tile."""
     *others, k_scales, v_scales = tensors.optional
-    found = tuple(
-        kernel.loaded_tensor(
-            name, by_sequence(scales, columns=SCALE_COLUMNS), (load, rows, SCALE_COLUMNS)
-        )
-        for name, scales in zip("kv", (k_scales, v_scales), strict=True)
-    )
+    found = [by_sequence(scales, columns=SCALE_COLUMNS) for scales in (k_scales, v_scales)]
+    if not kernel.gathers:
+        box = load, rows, SCALE_COLUMNS
+        found = [kernel.tma_tensor(name, view, box) for name, view in zip("kv", found, strict=True)]
     return tensors._replace(optional=(*others, *found))
+
+
+def copy_scales(source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32) -> None:
+    """Copy the scales of a warp's rows, each lane those of its own."""
+    for number, (page, row) in enumerate(tile.pairs):
+        origin = source[row, None, head, cutlass.max(page, 0)].iterator.toint()
+        place = tile.first_row + number * WARP_SIZE + cute.arch.lane_idx()
+        size = cutlass.select_(page == NO_PAGE, Int32(0), Int32(PIECE_BYTES))
+        copy_row(buffer.toint() + place * PIECE_BYTES, origin, size, 1, 0)
 
 
 def load_words(tiles: cute.Tensor, start: Int32, count: int) -> cute.Tensor:

@@ -198,12 +198,10 @@ def gather_tensor(operation: Any, view: cute.Tensor) -> GatherTensor:
     numbers = cute.make_tensor(
         cute.recast_ptr(view.iterator, dtype=Int32), cute.make_layout(shape, stride=(1, 0))
     )
-    block = min(columns, BLOCK_COLUMNS)
-    of_box = cute.make_layout((TMA_ROWS, block), stride=(block, 1))
-    swizzle = cute.make_swizzle(3 if block == BLOCK_COLUMNS else 0, 4, 3)
-    layout = cute.make_composed_layout(swizzle, 0, of_box)
+    of_box = cute.make_layout((TMA_ROWS, BLOCK_COLUMNS), stride=(BLOCK_COLUMNS, 1))
+    layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, of_box)
     info = cpasync.make_tiled_tma_atom(
-        operation, flat, layout, (TMA_ROWS, block), gmem_coord_tensor=numbers
+        operation, flat, layout, (TMA_ROWS, BLOCK_COLUMNS), gmem_coord_tensor=numbers
     )
     of_rows = tuple(Int32(stride) for stride in strides)
     return GatherTensor(info[0], info[1], of_rows, Int32(page_size), Int32(pages))
@@ -220,9 +218,8 @@ def load_rows(
     tile, first_row, column_block, head = place
     barrier, stage = target
     rows, columns, stages = (cute.size(smem, mode=[mode]) for mode in range(3))
-    of_block = min(columns, BLOCK_COLUMNS)
-    blocks = columns // of_block
-    boxes = cute.zipped_divide(source.tensor, (TMA_ROWS, of_block))
+    blocks = columns // BLOCK_COLUMNS
+    boxes = cute.zipped_divide(source.tensor, (TMA_ROWS, BLOCK_COLUMNS))
     for run, own in enumerate(_row_numbers(source, tile, first_row, rows, head)):
         for lane in range(0, WARP_SIZE, TMA_ROWS):
             numbers = cute.make_rmem_tensor(TMA_ROWS, Int32)
@@ -230,11 +227,11 @@ def load_rows(
                 numbers[i] = cute.arch.shuffle_sync(own, lane + i)
             wanted = cute.make_tensor(
                 numbers.iterator,
-                cute.make_layout(((TMA_ROWS, of_block), (1, 1)), stride=((1, 0), (0, 0))),
+                cute.make_layout(((TMA_ROWS, BLOCK_COLUMNS), (1, 1)), stride=((1, 0), (0, 0))),
             )
             row = (run * WARP_SIZE + lane) // TMA_ROWS
             for block in range(blocks):
-                to = cute.local_tile(smem, (TMA_ROWS, of_block, stages), (row, block, 0))
+                to = cute.local_tile(smem, (TMA_ROWS, BLOCK_COLUMNS, stages), (row, block, 0))
                 to_smem, coordinates, of_rows = cpasync.tma_partition(
                     source.atom,
                     0,

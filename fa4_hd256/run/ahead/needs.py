@@ -39,7 +39,9 @@ from ...kernels.functions.user_functions import FunctionClass
 from ...kernels.kernel_set import kernels_of
 from ...kernels.limits import HEAD_DIM
 from ...kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
+from ...kernels.nvfp4_format import CACHE_DTYPES, NVFP4, NVFP4_BLOCK, block_scales_of
 from ...kernels.problem_class import (
+    E4M3,
     GATE_OF_ELEMENTS,
     KV_DTYPES,
     OF_PAGES,
@@ -108,6 +110,8 @@ _LENGTHS = sorted(
 )
 
 
+#: Fields that only calls over a cache can have.
+_OF_CACHES = ("scheduler_metadata", "rotary", CACHE_BATCH_IDX, CACHE_LEFTPAD)
 #: Fields of `Needs` that are True or False, and options of the command.
 FLAGS = (
     "batch_invariant",
@@ -134,8 +138,9 @@ class Needs:
     torch.float8_e4m3fn has k and v in it, too, and out in bfloat16, with every form of scales.
     use_clc: the requested
     tile scheduler, None for both. batch_invariant: whether it is requested, too. page_sizes: of the
-    paged forms. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of
-    scales; of q in bfloat16 or float16. scheduler_metadata: whether calls with seqused_k, but no
+    paged forms. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn and torch.uint8
+    (NVFP4, of forms with seqused_k but no seqused_q alone) with every form of scales; of q in
+    bfloat16 or float16. scheduler_metadata: whether calls with seqused_k, but no
     seqused_q, are given one, too. tree_mask: whether calls of up to 64 queries are. alibi: whether
     calls, with k and v of q's dtype, have that as their score_mod, too. rotary: whether calls of
     flash_attn_with_kvcache give rotary_cos and rotary_sin, too. max_logits: calls with
@@ -178,7 +183,7 @@ class Needs:
             ("use", self.uses, USES),
             ("form", self.forms, FORMS),
             ("dtype", self.dtypes, (*DTYPES, *KV_DTYPES)),
-            ("kv_dtype", self.kv_dtypes, (None, *KV_DTYPES)),
+            ("kv_dtype", self.kv_dtypes, (None, *CACHE_DTYPES)),
         ):
             accepted = tuple(known)  # where what has no hash can be looked for, too
             for one in given:
@@ -212,8 +217,10 @@ class Needs:
                 f"nothing is requested: {', '.join(empty)} empty; accepted: at least one of each"
             )
         of_cache = any(_takes_list(FORMS[form]) for form in self.forms)
-        for name in ("scheduler_metadata", "rotary", CACHE_BATCH_IDX, CACHE_LEFTPAD):
-            if getattr(self, name) and not of_cache:
+        requested = {name: getattr(self, name) for name in _OF_CACHES}
+        requested[f"kv_dtype {NVFP4} (NVFP4)"] = NVFP4 in self.kv_dtypes
+        for name, is_requested in requested.items():
+            if is_requested and not of_cache:
                 listed = ", ".join(form for form, ragged in FORMS.items() if _takes_list(ragged))
                 raise ValueError(
                     f"forms are {self.forms} with {name}; accepted: one of those with {_LISTS_OF}, "
@@ -379,7 +386,10 @@ def _problems(
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
     for form, (dtype, q_dtype, kv_dtype) in itertools.product(needs.forms, triples):
-        ragged, known = FORMS[form], kernels.forward_tiles(None, kv_dtype, q_dtype)
+        ragged = FORMS[form]
+        if kv_dtype == NVFP4 and not _takes_list(ragged):
+            continue  # no such call is accepted
+        known = kernels.forward_tiles(None, kv_dtype, q_dtype)
         masks = model.masks
         if is_masked(ragged):
             if not any(tiles.takes_lists for tiles in known):
@@ -462,7 +472,9 @@ def _of_forward(problem: Problem, heads_kv: int, gpu: Gpu) -> Sequence[KernelSpe
 
 def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
     """Views of the tensors of a described call, by name."""
-    of_keys = problem.kv_dtype or problem.dtype
+    of_keys, k_shape = problem.kv_dtype or problem.dtype, tuple(k_shape)
+    if of_keys == NVFP4:
+        k_shape = (*k_shape[:-1], k_shape[-1] // 2)
     views = {
         "q": View.contiguous("q", problem.q_shape, problem.q_dtype or problem.dtype),
         "k": View.contiguous("k", k_shape, of_keys),
@@ -479,6 +491,8 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
         views[OUT_GATE] = View.contiguous(OUT_GATE, problem.q_shape, problem.dtype)
     for name in problem.scales:
         views[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
+    for name in block_scales_of(of_keys):
+        views[name] = View.contiguous(name, (*k_shape[:-1], HEAD_DIM // NVFP4_BLOCK), E4M3)
     for name in problem.ragged:
         is_wide = name == TREE_WORDS and problem.wide_tree
         dtype = torch.int64 if is_wide else torch.int32
@@ -521,7 +535,8 @@ def _appends(model: AttentionModel, needs: Needs) -> Iterator[AppendClass]:
     choices = itertools.product(forms, needs.dtype_triples, (False, True))
     for ragged, (dtype, q_dtype, kv_dtype), packed in choices:
         paged = PAGE_TABLE in ragged
-        classes = [AppendClass(kv_dtype or dtype, packed, paged)]
+        # Rows come as codes of NVFP4 in no call.
+        classes = [AppendClass(kv_dtype or dtype, packed, paged)] if kv_dtype != NVFP4 else []
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged and q_dtype is None):
             classes.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
         if needs.cache_batch_idx and not paged:

@@ -25,7 +25,7 @@ FORMS = (
 )
 OF_Q = "that-of-q"
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
-KV_DTYPES = ("float8_e4m3fn", OF_Q)
+KV_DTYPES = ("float8_e4m3fn", OF_Q, "uint8")
 #: Options without a value, and which calls' kernels each adds.
 _ALSO = {
     "--batch-invariant": "of calls that ask for that",
@@ -72,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: bfloat16")
     parser.add_argument(
-        "--kv-dtype", action="append", choices=KV_DTYPES, help="of k and v; default: that of q"
+        "--kv-dtype",
+        action="append",
+        choices=KV_DTYPES,
+        help="of k and v, uint8: NVFP4; default: that of q",
     )
     parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument(

@@ -10,11 +10,12 @@ import itertools
 import torch
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, flash_attn_with_kvcache
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import Mxfp8Config
+from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.kernels.problem_class import DESCALES
 from fa4_hd256.kernels.proof.programs import OperationKind, Programs
-from fa4_hd256.quantize import quantize_mxfp8
+from fa4_hd256.quantize import quantize_mxfp8, quantize_nvfp4
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
@@ -167,11 +168,18 @@ def attend(
     q, k, v = _inputs(lengths, backward is not None)
     if backward is not None:
         options["backward_config"] = backward
-    q, k, v = q.to(q_dtype), k.to(kv_dtype), v.to(kv_dtype)
+    q = q.to(q_dtype)
+    if kv_dtype != NVFP4:
+        k, v = k.to(kv_dtype), v.to(kv_dtype)
     if isinstance(options.get("config"), Mxfp8Config):
         q, k, v, *scales = quantize_mxfp8(q, k, v)
         options |= dict(zip(DESCALES, scales))
-    out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
+    options |= {"causal": causal, "num_splits": 1}
+    if kv_dtype == NVFP4:
+        (k, k_scale), (v, v_scale) = map(quantize_nvfp4, (k, v))
+        flash_attn_with_kvcache(q, k, v, k_block_scale=k_scale, v_block_scale=v_scale, **options)
+        return _seen(lengths, causal)
+    out = flash_attn_func(q, k, v, **options)
     if backward is not None:
         out.backward(torch.randn_like(out))
     return _seen(lengths, causal)

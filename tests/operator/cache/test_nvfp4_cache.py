@@ -8,11 +8,19 @@ from nvfp4_cases import Cache, PagedCache, accurate, dense
 from paged_cases import int32, offsets
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa4_hd256 import (
+    AttentionModel,
+    Needs,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.quantize import quantize_nvfp4
+from fa4_hd256.run.ahead.needs import specs_of
+from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.score_mods import alibi
 
 
@@ -237,6 +245,28 @@ def test_no_findings_in_gathered_and_new_rows(seed, sanitize):
     flash_attn_with_kvcache(q, *given.cache.codes, k, v, causal=True, **options)
     for report in sm100_sim.last_reports()[-2:]:
         assert report.findings == []
+
+
+# ---------------------------------------------------------------- kernels before the first call
+
+
+@pytest.mark.simulator
+def test_what_a_model_needs(architecture):
+    """Kernels of caches in all forms of scales, and of new rows; each by its name."""
+    own, small = named(architecture), AttentionModel("small", 8, 1)
+    needs = Needs(
+        ("decode",), ("dense", "paged"), page_sizes=(16,), use_clc=False, kv_dtypes=(None, NVFP4)
+    )
+    specs = specs_of(small, needs, own, next(iter(own.gpus.values()))[0])
+    of_codes = [s for s in specs if getattr(s.problem_class, "kv_dtype", None) == NVFP4]
+    forwards = [s for s in of_codes if s.kind != "append_rows"]
+    for some in (forwards, [s for s in of_codes if s.kind == "append_rows"]):
+        assert {s.problem_class.descale for s in some} == {"", "sequences", "pages"}
+    assert {s.config.rows for s in forwards} == {16, 32, 64}
+    assert all("page_table" in s.problem_class.ragged for s in forwards)
+    assert all(kernel_named(name_of(s)) == s for s in specs)
+    with pytest.raises(ValueError, match=r"forms are \('dense',\) with kv_dtype torch.uint8"):
+        Needs(forms=("dense",), kv_dtypes=(NVFP4,))
 
 
 # ---------------------------------------------------------------- what is refused

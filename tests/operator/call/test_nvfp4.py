@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.quantize import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -114,12 +113,3 @@ def test_what_is_refused():
         dequantize_nvfp4(codes, scales.float())
     with pytest.raises(ValueError, match=r"accepted: \(2, 1\)"):
         dequantize_nvfp4(codes, scales[:1])
-
-
-def test_blackwell_has_no_kernel_yet(monkeypatch):
-    monkeypatch.setenv("FA4_HD256_ARCH", "sm_100a")
-    codes, scales = quantize_nvfp4(torch.randn(1, 9, 1, 256))
-    q = torch.zeros(1, 1, 4, 256, dtype=torch.bfloat16)
-    wanted = r"uint8 \(NVFP4\), which sm_100a.* not yet offered there; accepted: a cache in"
-    with pytest.raises(NotImplementedError, match=wanted):
-        flash_attn_with_kvcache(q, codes, codes, k_block_scale=scales, v_block_scale=scales)

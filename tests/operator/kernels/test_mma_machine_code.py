@@ -12,10 +12,11 @@ import torch
 from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx, hazards
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
 from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_CONFIG
 from fa4_hd256.kernels.block_scales import SCALE_BLOCK
+from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.kernels.problem_class import (
     E4M3,
     OF_BLOCKS,
@@ -34,6 +35,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 CAUSAL = ProblemClass(torch.bfloat16, bounded_right=True)
 E4M3_KEYS = replace(CAUSAL, kv_dtype=E4M3)
+NVFP4_KEYS = replace(CAUSAL, kv_dtype=NVFP4)
 QUERIES_TOO = replace(E4M3_KEYS, q_dtype=E4M3, descale=OF_SEQUENCES)
 BLOCKS = replace(QUERIES_TOO, descale=OF_BLOCKS)
 
@@ -51,6 +53,8 @@ def specs() -> dict[str, KernelSpec]:
         **{f"decode-{c.rows}": KernelSpec("forward_decode", c, CAUSAL) for c in DECODE},
         **{f"decode_e4m3-{c.rows}": KernelSpec("forward_decode_e4m3", c, E4M3_KEYS)
            for c in DECODE_E4M3},
+        **{f"decode_nvfp4-{c.rows}": KernelSpec("forward_decode_nvfp4", c, NVFP4_KEYS)
+           for c in DECODE_NVFP4},
     }  # fmt: skip
     for kind in backward:
         config = BackwardConfig().of_kernel(kind)
@@ -88,7 +92,13 @@ def test_operands_wait_for_their_scoreboards(name):
 
 
 #: Bytes of stack of a thread that kernels still have, for spills inside their steps. Only lower it.
-SPILLS = {"decode-64": 8, "decode_e4m3-32": 184, "decode_e4m3-64": 120}
+SPILLS = {
+    "decode-64": 8,
+    "decode_e4m3-32": 184,
+    "decode_e4m3-64": 120,
+    "decode_nvfp4-32": 64,
+    "decode_nvfp4-64": 112,
+}
 
 
 @pytest.mark.parametrize("name", specs())

@@ -51,8 +51,12 @@ of 2^-10 below 2^12: float16 holds it exactly, e4m3 does not.  A step is 36 KiB,
 SM's part of HBM.  Its float16 in shared memory would take 1,024 clocks of the port to write and
 1,024 to read.  So K and V^T are A in tensor memory, where four warps store them from registers, and
 the port has the bytes, 288 clocks to write and about 700 to read, and B, of few rows
-(`nvfp4_operands`).  Q becomes float16 where it was loaded, brought to [2^14, 2^15) by a power of two
-a row; the same four warps do so.
+(`nvfp4_operands`).  Q becomes float16 where it was loaded, brought to [2^14, 2^15) by a power of
+two a row; the same four warps do so.
+
+NOTE [gathered scales].  The scales of a row are 16 bytes, and of four rows, as TMA gathers them, 64:
+fewer than TMA's addresses in shared memory are apart.  So where rows are gathered the lanes of the
+load warp copy scales by cp.async, with barriers of their own.
 """
 
 from __future__ import annotations
@@ -209,6 +213,7 @@ class DecodeConfig:
         a pattern which leaves the last fragment to the hardware leaves all of 16 or 32 rows.
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by more.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
+    gathers: rows of K and V in NVFP4 are gathered: NOTE [gathered scales].
     """
 
     rows: int = 16
@@ -219,6 +224,7 @@ class DecodeConfig:
     ordered_tiles: bool = True
     e4m3: bool = False
     nvfp4: bool = False
+    gathers: bool = False
 
     block_kv = BLOCK_KV
     s_stages = 2
@@ -227,11 +233,17 @@ class DecodeConfig:
         check_fields(self)
         if self.e4m3 and self.nvfp4:
             raise ValueError("e4m3 and nvfp4 are both set; accepted: one of them, or none")
+        if self.gathers and not self.nvfp4:
+            raise ValueError("gathers without nvfp4; accepted: with nvfp4 alone")
         check_decode(self.rows, self.q_stages)
         check_ring("half_stages", self.half_stages)
         largest = LARGEST_THRESHOLD[self.e4m3]
         check_threshold(self.rescale_threshold, largest, "e4m3" if self.e4m3 else "float16")
         check_budgets(self)
+
+    def gathering(self) -> DecodeConfig:
+        """Return the configuration for rows that are gathered."""
+        return replace(self, gathers=True) if self.nvfp4 else self
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -426,11 +438,34 @@ class DecodeConfig:
     def _converted(self) -> tuple[Edge, ...]:
         """Edges of K and V, which warps bring to float16."""
         converting = len(self.warps.converting)
+        loaded_bytes = self.half_bytes + (0 if self.gathers else self.scale_bytes)
+        scales = (
+            Edge(
+                "scales_loaded",
+                self.half_stages,
+                Signal.COPIES_CTA,
+                "load",
+                1,
+                "convert",
+                "the scales of a K or V tile in SMEM",
+            ),
+            Edge(
+                "scales_free",
+                self.half_stages,
+                Signal.WARPS_CTA,
+                "convert",
+                converting,
+                "load",
+                "their buffer has been read",
+                True,
+            ),
+        )
         return (
             Edge("kv_loaded", self.half_stages, Signal.TMA_CTA, "load", 1, "convert",
-                 "a K or V tile in SMEM", transaction_bytes=self.half_bytes + self.scale_bytes),
+                 "a K or V tile in SMEM", transaction_bytes=loaded_bytes),
             Edge("kv_free", self.half_stages, Signal.WARPS_CTA, "convert", converting, "load",
                  "its buffer has been read", True),
+            *(scales if self.gathers else ()),
             Edge("operand_loaded", self.operand_stages, Signal.WARPS_CTA, "convert", converting,
                  "mma", "K or V^T in TMEM"),
             Edge("operand_free", self.operand_stages, Signal.COMMIT_CTA, "mma", 1, "convert",

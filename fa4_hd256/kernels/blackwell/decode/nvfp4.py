@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
 from ...forward.context import ForwardKernelTensors
-from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, with_scales
+from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingState, RingStates
@@ -41,14 +41,19 @@ from ..tmem import tmem_buffer, tmem_load
 from .config import BLOCK_KV, HALF, HALVES, MMA_K
 from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
 from .kernel import KvTile, p_layout
-from .nvfp4_operands import HALF_COLUMNS, store_keys, store_values, value_column
+from .nvfp4_operands import (
+    HALF_COLUMNS,
+    store_keys,
+    store_values,
+    value_column,
+)
 from .scaled import ScaledDecodeKernel
 
 
 class DecodeNvfp4Kernel(ScaledDecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
-    kv_bytes = Fraction(1, 2)
+    kv_bytes: Any = Fraction(1, 2)
     operand_ring = "operand"
     top_exponent = 14
 
@@ -86,7 +91,8 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
         return with_scales(self, found, load, BLOCK_KV)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
-        return tensors.q, tensors.k, tensors.v, *tensors.optional[-2:]
+        scales = () if self.gathers else tensors.optional[-2:]
+        return tensors.q, tensors.k, tensors.v, *scales
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
@@ -118,9 +124,14 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
         head = work.head // context.heads_per_kv
         place = self.keys(context, work, kv_tile), self.first_key(kv_tile), 0, head
         target = await_buffer(context, "kv", rings.kv)
-        scales = context.tensors.optional[-2:]["kv".index(name)]
+        scales, buffers = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
         self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
-        self.load_kv(scales, context.smem["kv_scales"], place, target)
+        if self.gathers:
+            context.barriers["scales_free"].wait(rings.kv)
+            copy_scales(scales, buffers[None, None, rings.kv.index].iterator, kv_tile, head)
+            context.barriers["scales_loaded"].arrive_copies(rings.kv)
+        else:
+            self.load_kv(scales, buffers, place, target)
         rings.kv.advance()
         return rings
 
@@ -154,9 +165,7 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
         # The last commits arrive at this CTA's barriers.
         context.barriers["operand_free"].wait_for_all(states["operand_free"])
 
-    def _convert_first(
-        self, context: BlackwellE4m3DecodeContext, states: RingStates
-    ) -> RingStates:
+    def _convert_first(self, context: BlackwellE4m3DecodeContext, states: RingStates) -> RingStates:
         """Bring to float16 what QK(0) of a tile takes."""
         states = self._bring_q(context, states)
         return self._convert_tile(context, "k", states)
@@ -167,6 +176,8 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
         """Bring a tile of K or V to float16 in tensor memory."""
         barriers, loaded, free = context.barriers, states["kv_loaded"], states["operand_free"]
         barriers["kv_loaded"].wait(loaded)
+        if cutlass.const_expr(self.gathers):
+            barriers["scales_loaded"].wait(loaded)
         barriers["operand_free"].wait(free)
         fence_after_thread_sync()
         start, distance = self.tmem_plan.buffers("operand", free.stages)
@@ -176,6 +187,8 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
         else:
             store_values(context.smem, loaded.index, address)
         barriers["kv_free"].arrive(loaded)
+        if cutlass.const_expr(self.gathers):
+            barriers["scales_free"].arrive(loaded)
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
         barriers["operand_loaded"].arrive(free)

@@ -5,11 +5,11 @@ has a key: it reads 16 bytes of codes at a time, of which cvt makes pairs of f16
 these with the scales of their blocks.
 
 NOTE [lanes of V].  A lane is a column of the head, and a column two neighbouring keys.  Thread t of
-a warp stores columns t % 4 + 4 n of four lanes of each half of V^T (`tmem_store_quads`), that is keys
-8 n + 2 (t % 4) and the next one.  Which column of the head a lane is does not matter to the MMAs, so
-that a thread has eight that follow each other: a word of codes of each key.  Two keys' words, with
-their nibbles interleaved, have bytes of the same column of both, and cvt makes a pair of each.
-Words of even columns go to the first half, those of odd ones to the second (`value_column`).
+a warp stores columns t % 4 + 4 n of four lanes of each half of V^T (`tmem_store_quads`), that is
+keys 8 n + 2 (t % 4) and the next one.  Which column of the head a lane is does not matter to the
+MMAs, so that a thread has eight that follow each other: a word of codes of each key.  Two keys'
+words, with their nibbles interleaved, have bytes of the same column of both, and cvt makes a pair
+of each.  Words of even columns go to the first half, those of odd ones to the second (`value_column`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ...forward.nvfp4_words import ROW_WORDS, SCALE_WORDS, load_words, scale_pair, select_bytes
+from ...forward.nvfp4_words import (
+    ROW_WORDS,
+    SCALE_WORDS,
+    load_words,
+    scale_pair,
+    select_bytes,
+)
 from ...limits import WARP_SIZE
 from ..tmem import LANES, tmem_store
 from ..tmem_quads import tmem_store_quads
@@ -71,9 +77,7 @@ def store_values(smem: dict[str, cute.Tensor], buffer: Int32, address: Any) -> N
     piece = 2 * warp + quad // PIECE_WORDS
     # Of both keys: the swizzle exchanges pieces by the key.
     codes = [
-        (row + which) * ROW_WORDS
-        + (piece ^ (first_key + which)) * PIECE_WORDS
-        + quad % PIECE_WORDS
+        (row + which) * ROW_WORDS + (piece ^ (first_key + which)) * PIECE_WORDS + quad % PIECE_WORDS
         for which in range(2)
     ]
     scales = [(row + which) * SCALE_WORDS + warp for which in range(2)]
@@ -81,9 +85,7 @@ def store_values(smem: dict[str, cute.Tensor], buffer: Int32, address: Any) -> N
     byte = quad // 2
     selector = Uint32(byte | (byte + WORD_BYTES) << 4)
     for chunk in range(BLOCK_KV // (GROUP_KEYS * GROUPS_AT_ONCE)):
-        halves = [
-            cute.make_rmem_tensor(THREAD_LANES * GROUPS_AT_ONCE, Uint32) for _ in HALVES
-        ]
+        halves = [cute.make_rmem_tensor(THREAD_LANES * GROUPS_AT_ONCE, Uint32) for _ in HALVES]
         for group in range(GROUPS_AT_ONCE):
             far = (chunk * GROUPS_AT_ONCE + group) * GROUP_KEYS
             words = [load_words(smem["kv_words"], at + far * ROW_WORDS, 1)[0] for at in codes]

@@ -2,8 +2,8 @@
 
 K and V come in halves of 128 columns, a buffer each: the halves of K are added up in S, those of V
 give the two halves of O, each 128 of the head's columns.  In e4m3 a buffer holds a whole tile of K
-or V, and Q is written by a role of the kernel (`scaled`).  In NVFP4 that role writes K and V, too, in
-tensor memory (`nvfp4`).
+or V, and Q is written by a role of the kernel (`scaled`).  In NVFP4 that role writes K and V, too,
+in tensor memory (`nvfp4`).
 """
 
 from __future__ import annotations
@@ -130,18 +130,15 @@ def _scaled_steps(config: DecodeConfig) -> StepTable:
             "convert",
             (
                 act(*bring, when=When.FIRST, is_ahead=True),
-                act(*_convert("K"), is_ahead=True),
-                act(*_convert("V")),
+                act(*_convert("K", config.gathers), is_ahead=True),
+                act(*_convert("V", config.gathers)),
             ),
             end=(wait_all("operand_free"),),
             crosses=True,
         )
-        contents = [(Copy(f"{name} codes"), Copy(f"{name} scales", "kv_scales")) for name in "KV"]
     else:
         converting = Role("quantise", (act(*bring, when=When.FIRST),))
-        contents = [(Copy(name),) for name in "KV"]
-    keys, values = contents
-    load = act(fill("kv", *keys), is_ahead=True), act(fill("kv", *values))
+    load = act(*_fills("K", config), is_ahead=True), act(*_fills("V", config))
     roles = (
         _load(load, wait_all("kv_free")),
         _mma([take, qk, give], [take, *sums, give]),
@@ -149,31 +146,47 @@ def _scaled_steps(config: DecodeConfig) -> StepTable:
         queries,
         converting,
     )
-    return StepTable(_scaled_rings(config.nvfp4), roles)
+    return StepTable(_scaled_rings(config), roles)
 
 
-def _scaled_rings(has_operands: bool) -> tuple[Ring, ...]:
-    """Return the rings.  has_operands: K and V are written to tensor memory."""
+def _fills(content: str, config: DecodeConfig) -> tuple[Action, ...]:
+    """Load K or V into one buffer, in NVFP4 with its scales, gathered ones into one of theirs."""
+    if not config.nvfp4:
+        return (fill("kv", content),)
+    codes, scales = Copy(f"{content} codes"), Copy(f"{content} scales", "kv_scales")
+    if config.gathers:
+        return fill("kv", codes), fill("scales", scales)
+    return (fill("kv", codes, scales),)
+
+
+def _scaled_rings(config: DecodeConfig) -> tuple[Ring, ...]:
+    """Return the rings, in NVFP4 those of K and V in tensor memory among them."""
     rings = (
         *RINGS,
         # In the bytes of Q's buffer, which is refilled when both have been read.
         Ring("rows", full="rows_loaded", free="q_free", over="q"),
         Ring("factors", full="factors_ready", free="factors_free"),
     )
-    if not has_operands:
+    if not config.nvfp4:
         return rings
-    return (loaded("kv", "kv", "kv_scales"), *rings[1:], loaded("operand"))
+    scales = loaded("kv", "kv", "kv_scales"), loaded("operand")
+    if config.gathers:
+        scales = loaded("kv"), loaded("scales", "kv_scales"), loaded("operand")
+    return *scales, *rings[1:]
 
 
-def _convert(content: str) -> tuple[Action, ...]:
-    """K or V from its codes and scales to tensor memory."""
+def _convert(content: str, gathers: bool) -> tuple[Action, ...]:
+    """K or V from its codes and scales to tensor memory.  gathers: as of `DecodeConfig`."""
+    ring = "scales" if gathers else "kv"
     return (
         wait("kv_loaded"),
+        *((wait("scales_loaded"),) if gathers else ()),
         wait("operand_free"),
         read("kv", f"{content} codes"),
-        read("kv", f"{content} scales"),
+        read(ring, f"{content} scales"),
         write("operand", content),
         arrive("kv_free"),
+        *((arrive("scales_free"),) if gathers else ()),
         arrive("operand_loaded"),
     )
 

@@ -72,7 +72,9 @@ def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[Any]]:
     row = (buffer * BLOCK_KV + key) * ROW_WORDS
     swizzle = thread % WARP_SIZE // QUAD
     scales = (buffer * BLOCK_KV + key) * SCALE_WORDS + lane
-    of_rows = [load_words(smem["scale_words"], scales + step * SCALE_WORDS, 1)[0] for step in KEY_STEPS]
+    of_rows = [
+        load_words(smem["scale_words"], scales + step * SCALE_WORDS, 1)[0] for step in KEY_STEPS
+    ]
     loaded = []
     for piece in range(2):
         at = row + ((2 * lane + piece) ^ swizzle) * PIECE_WORDS
@@ -115,7 +117,8 @@ def read_values(smem: dict[str, cute.Tensor], buffer: Int32) -> list[tuple[Any, 
     for eight in range(BLOCK_KV // 8):
         far = eight * 8
         first, second = (
-            Uint32(load_words(smem["kv_halves"], start + far * (2 * ROW_WORDS), 1)[0]) for start in at
+            Uint32(load_words(smem["kv_halves"], start + far * (2 * ROW_WORDS), 1)[0])
+            for start in at
         )
         of_first, of_second = (
             load_words(smem["scale_words"], scale + (far + which) * SCALE_WORDS, 1)[0]

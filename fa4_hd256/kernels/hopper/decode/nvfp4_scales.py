@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32
 
 from ....schedulers.protocol import WorkTile
-from ...forward.nvfp4_words import SCALE_COLUMNS
-from ...limits import WARP_SIZE
+from ...forward.nvfp4_words import SCALE_COLUMNS, copy_scales
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
 from .config import BLOCK_KV, E4m3Config
 from .context import HopperE4m3DecodeContext
 
@@ -54,18 +51,7 @@ def begin_load(
         return
     source, buffer = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
     if kernel.gathers:
-        _copy_scales(source, buffer[None, None, state.index].iterator, position, head)
+        copy_scales(source, buffer[None, None, state.index].iterator, position, head)
         return
     place = kernel.keys(context, work, position), kernel.first_key(position), Int32(0), head
     kernel.load_kv(source, buffer, place, (loaded.pointer(state), state.index))
-
-
-def _copy_scales(
-    source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32
-) -> None:
-    """Copy the scales of a warp's rows, each lane those of its own."""
-    for number, (page, row) in enumerate(tile.pairs):
-        origin = source[row, None, head, cutlass.max(page, 0)].iterator.toint()
-        place = tile.first_row + number * WARP_SIZE + cute.arch.lane_idx()
-        size = cutlass.select_(page == NO_PAGE, Int32(0), Int32(PIECE_BYTES))
-        copy_row(buffer.toint() + place * PIECE_BYTES, origin, size, 1, 0)

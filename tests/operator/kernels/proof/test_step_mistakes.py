@@ -12,6 +12,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.kernels.blackwell.backward import config as blackwell
 from fa4_hd256.kernels.blackwell.decode.config import DECODE as BLACKWELL_DECODE
 from fa4_hd256.kernels.blackwell.decode.config import DECODE_E4M3 as BLACKWELL_E4M3
+from fa4_hd256.kernels.blackwell.decode.config import DECODE_NVFP4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig as BlackwellForward
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS
 from fa4_hd256.kernels.hopper.backward.config import (
@@ -63,6 +64,7 @@ TABLES = {
             ("dQ", blackwell.DqPlan()), ("dK/dV", blackwell.DkdvPlan()),
             ("dV and dS", blackwell.DvPlan()), ("products", blackwell.ProductsPlan()),
             ("decode", BLACKWELL_DECODE[0]), ("decode in e4m3", BLACKWELL_E4M3[0]),
+            ("decode in NVFP4", DECODE_NVFP4[0]),
         )
     },
 }  # fmt: skip

@@ -12,7 +12,7 @@ from step_edits import lacking
 from step_traces import assert_as_declared, attend, of_entry, steps_of, table_of, traced_launches
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import Mxfp8Config
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.proof.programs import OperationKind
@@ -85,7 +85,9 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc,
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("kind", [DECODE[0], DECODE_E4M3[0]], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize(
+    "kind", [DECODE[0], DECODE_E4M3[0], DECODE_NVFP4[0]], ids=["bf16", "e4m3", "nvfp4"]
+)
 @pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
 @pytest.mark.sampled
 def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use_clc, monkeypatch):
@@ -93,7 +95,7 @@ def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
     reports = traced_launches(monkeypatch, "b200:2")
     config = replace(kind, q_stages=q_stages, ordered_tiles=False)
-    kv_dtype = torch.float8_e4m3fn if kind.e4m3 else torch.bfloat16
+    kv_dtype = config.tiles.kv_dtype or torch.bfloat16
     seen = attend(lengths, True, kv_dtype=kv_dtype, config=config, use_clc=use_clc)
     tiles = steps_of(seen, config.rows, TILE_K)
     assert set(tiles) == ({2, 3} if lengths[1] > TILE_K else {0, 1})
