@@ -54,9 +54,9 @@ the port has the bytes, 288 clocks to write and about 700 to read, and B, of few
 (`nvfp4_operands`).  Q becomes float16 where it was loaded, brought to [2^14, 2^15) by a power of
 two a row; the same four warps do so.
 
-NOTE [gathered scales].  The scales of a row are 16 bytes, and of four rows, as TMA gathers them, 64:
-fewer than TMA's addresses in shared memory are apart.  So where rows are gathered the lanes of the
-load warp copy scales by cp.async, with barriers of their own.
+NOTE [gathered scales].  The scales of a row are 16 bytes, and of four rows, as TMA gathers them,
+64: fewer than TMA's addresses in shared memory are apart.  So where rows are gathered the lanes of
+the load warp copy scales by cp.async, with barriers of their own.
 """
 
 from __future__ import annotations

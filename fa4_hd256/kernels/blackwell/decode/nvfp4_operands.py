@@ -9,7 +9,8 @@ a warp stores columns t % 4 + 4 n of four lanes of each half of V^T (`tmem_store
 keys 8 n + 2 (t % 4) and the next one.  Which column of the head a lane is does not matter to the
 MMAs, so that a thread has eight that follow each other: a word of codes of each key.  Two keys'
 words, with their nibbles interleaved, have bytes of the same column of both, and cvt makes a pair
-of each.  Words of even columns go to the first half, those of odd ones to the second (`value_column`).
+of each.  Words of even columns go to the first half, those of odd ones to the second
+(`value_column`).
 """
 
 from __future__ import annotations
