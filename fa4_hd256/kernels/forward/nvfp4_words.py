@@ -15,7 +15,7 @@ from cutlass import Int32, Uint32
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_format import NVFP4_BLOCK
 from ..operands import ROW_BYTES
-from ..rows.gathered import NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
+from ..rows.gathered import NO_PAGE, PIECE_BYTES, copy_row
 from ..rows.sequences import by_sequence
 from .context import ForwardKernelTensors
 
@@ -38,8 +38,8 @@ def with_scales(
     return tensors._replace(optional=(*others, *found))
 
 
-def copy_scales(source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32) -> None:
-    """Copy the scales of a warp's rows, each lane those of its own."""
+def copy_scales(source: cute.Tensor, buffer: cute.Pointer, tile: Any, head: Int32) -> None:
+    """Copy the scales of a warp's rows of a `GatheredTile`, each lane those of its own."""
     for number, (page, row) in enumerate(tile.pairs):
         origin = source[row, None, head, cutlass.max(page, 0)].iterator.toint()
         place = tile.first_row + number * WARP_SIZE + cute.arch.lane_idx()

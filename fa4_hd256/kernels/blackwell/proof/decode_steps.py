@@ -169,10 +169,11 @@ def _scaled_rings(config: DecodeConfig) -> tuple[Ring, ...]:
     )
     if not config.nvfp4:
         return rings
-    scales = loaded("kv", "kv", "kv_scales"), loaded("operand")
     if config.gathers:
-        scales = loaded("kv"), loaded("scales", "kv_scales"), loaded("operand")
-    return *scales, *rings[1:]
+        of_keys: tuple[Ring, ...] = (loaded("kv"), loaded("scales", "kv_scales"))
+    else:
+        of_keys = (loaded("kv", "kv", "kv_scales"),)
+    return *of_keys, loaded("operand"), *rings[1:]
 
 
 def _convert(content: str, gathers: bool) -> tuple[Action, ...]:
