@@ -19,10 +19,17 @@ from bench.tables.comparison import OURS
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import empty_results
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
+from fa4_hd256.kernels.blackwell.decode.config import (
+    DECODE,
+    DECODE_E4M3,
+    DECODE_NVFP4,
+    DecodeConfig,
+)
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.nvfp4_format import BLOCK_SCALES, NVFP4
 from fa4_hd256.kernels.problem_class import query_rows
+from fa4_hd256.quantize import quantize_nvfp4
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -75,8 +82,8 @@ class DecodeVariant:
     """The kernel of a call, and the rows of its tiles.
 
     rows: of a tile of the configuration. queries: of a sequence that a tile has. ratio: query heads
-    of a KV head, which share a tile. page_size: rows of a page of keys, None without. e4m3: keys
-    and values are.
+    of a KV head, which share a tile. page_size: rows of a page of keys, None without. e4m3, nvfp4:
+    keys and values are.
     """
 
     kind: Kind
@@ -87,6 +94,7 @@ class DecodeVariant:
     use_clc: bool = False
     page_size: int | None = None
     e4m3: bool = False
+    nvfp4: bool = False
 
     @classmethod
     def of(cls, case: Case, problem: Problem, use_clc: bool, divided: bool) -> DecodeVariant:
@@ -94,13 +102,13 @@ class DecodeVariant:
         queries = min(case.seqlen_q, problem.tile_queries)
         return cls(
             Kind.of(case), problem.tiles.rows, queries, problem.packed_heads, divided, use_clc,
-            case.page_size, problem.tiles.kv_dtype is not None,
+            case.page_size, problem.kv_dtype == torch.float8_e4m3fn, problem.kv_dtype == NVFP4,
         )  # fmt: skip
 
     @property
     def config(self) -> DecodeConfig:
         """The default one of its tiles."""
-        known = DECODE_E4M3 if self.e4m3 else DECODE
+        known = DECODE_E4M3 if self.e4m3 else DECODE_NVFP4 if self.nvfp4 else DECODE
         return next(config for config in known if config.rows == self.rows)
 
     @property
@@ -128,7 +136,8 @@ class DecodeVariant:
             self.policy, rows=self.rows, cluster=1, packs_heads=True,
             ordered=self.config.ordered_tiles, prefetches=self.config.q_stages > 1,
             claims=Late((CLAIM_STEPS + LOADS_AHEAD) * self.step_work) if self.use_clc else 0,
-            dependent=True, kv_bytes=self.config.kv_bytes, gpu=gpu_of(machine),
+            dependent=True, kv_bytes=self.config.tiles.step_bytes / (2 * KEYS * HEAD_DIM),
+            gpu=gpu_of(machine),
         )  # fmt: skip
 
 
@@ -186,14 +195,18 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
     (q, k, v), ragged = _tensors(variant, sample)
     if variant.e4m3:
         k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (k, v))
+    scales: list[torch.Tensor] = []
+    if variant.nvfp4:
+        (k, v), scales = map(list, zip(*map(quantize_nvfp4, (k, v)), strict=True))
+        ragged |= dict(zip(BLOCK_SCALES, scales, strict=True))
     longest_q, longest_k = (variant.queries, sample.keys) if kind.packed else (None, None)
     problem = Problem.describe((q, k, v), options, None, ragged, longest_q, longest_k, config)
     problem = replace(problem, num_splits=sample.parts)
     compiled = compile_kernel(KernelSpec(problem.tiles.kind, config, problem.problem_class))
     out, lse = empty_results(problem, parts=sample.parts > 1)
-    optional = tuple(ragged[name] for name in problem.ragged)
-    if variant.e4m3:
-        # Kernels take bytes in twos.
+    # Kernels take bytes in twos.
+    optional = *(ragged[name] for name in problem.ragged), *(one.view(q.dtype) for one in scales)
+    if variant.e4m3 or variant.nvfp4:
         k, v = (tensor.view(q.dtype) for tensor in (k, v))
     given = CallTensors(q, k, v, out, lse, optional)
     return compiled, call_arguments(given, problem, ONE_SM, 0)

@@ -15,6 +15,7 @@ import torch
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import progress
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.run.kernel_names import in_words
 from lab.model.backward import Backward
 from lab.model.forward import Kernel
@@ -70,8 +71,10 @@ class Provider(Protocol):
 OURS_FORWARD = Ours(ForwardConfig())
 #: Ours over keys and values in e4m3.
 OURS_E4M3 = Ours(kv_dtype=torch.float8_e4m3fn)
+#: Ours over keys and values in NVFP4.
+OURS_NVFP4 = Ours(kv_dtype=NVFP4)
 _ALL: tuple[Provider, ...] = (
-    Ours(), OURS_FORWARD, OURS_E4M3, FlashAttention4(), FlashAttention4FiveProducts(),
+    Ours(), OURS_FORWARD, OURS_E4M3, OURS_NVFP4, FlashAttention4(), FlashAttention4FiveProducts(),
     FlashAttention4Divided(), Frost(),
 )  # fmt: skip
 PROVIDERS = {one.name: one for one in _ALL}
