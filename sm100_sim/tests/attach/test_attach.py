@@ -282,6 +282,14 @@ def test_does_not_nest():
             sm100_sim.attached().__enter__()
 
 
+def test_a_profiler_of_the_gpu_follows_the_host():
+    """NVIDIA's MoE examples print such a profile."""
+    with sm100_sim.attached():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.ones(4, device="cuda") + 1
+        assert "aten::add" in profile.key_averages().table(sort_by="cuda_time_total")
+
+
 SCRIPT = """
 import sys
 import torch, cutlass

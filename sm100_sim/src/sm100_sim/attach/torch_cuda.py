@@ -124,6 +124,18 @@ def _no_graphs(*_: Any, **__: Any) -> None:
     )
 
 
+def _profile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.profiler.profile that follows the host where it is told to follow a GPU."""
+
+    @functools.wraps(original)
+    def profile(**kwargs: Any) -> Any:
+        if kwargs.get("activities") is not None:
+            kwargs["activities"] = [torch.profiler.ProfilerActivity.CPU]
+        return original(**kwargs)
+
+    return profile
+
+
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
@@ -235,6 +247,7 @@ def patches() -> Iterator[Patch]:
     # Annotations for a profiler, which a build of PyTorch for the CPU refuses.
     for name in ("range_push", "range_pop", "mark"):
         yield Patch(torch.cuda.nvtx, name, lambda *_: 0)
+    yield Patch(torch.profiler, "profile", _profile(torch.profiler.profile))
     constructors = torch.utils._device._device_constructors() | {
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like,
         torch.randn_like, torch.randint_like}  # fmt: skip
