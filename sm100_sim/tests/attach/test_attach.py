@@ -282,6 +282,27 @@ def test_does_not_nest():
             sm100_sim.attached().__enter__()
 
 
+def test_functions_of_the_experimental_language():
+    """cute.experimental compiles by settings of its own."""
+    from cutlass.cute import experimental
+    from cutlass.cute.runtime import from_dlpack
+
+    @experimental.kernel
+    def add_kernel(a: cute.Tensor, b: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        b[thread] = a[thread] + b[thread]
+
+    @experimental.jit
+    def add(a: cute.Tensor, b: cute.Tensor):
+        add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1), smem=1024)
+
+    with sm100_sim.attached() as session:
+        a, b = (torch.ones(32, device="cuda") for _ in range(2))
+        compiled = experimental.compile(add, from_dlpack(a), from_dlpack(b))
+        compiled(from_dlpack(a), from_dlpack(b))
+        assert (b == 2).all() and len(session.reports) == 1
+
+
 def test_a_profiler_of_the_gpu_follows_the_host():
     """NVIDIA's MoE examples print such a profile."""
     with sm100_sim.attached():

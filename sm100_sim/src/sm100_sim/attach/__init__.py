@@ -22,6 +22,7 @@ from sm100_sim.errors import LaunchError, MissingExtra, SimulationError
 from sm100_sim.host import LaunchConfig, keeping_ptx, program_of
 from sm100_sim.host.arguments import tensor_ranges
 from sm100_sim.host.capsule import CudaCapsule
+from sm100_sim.host.host_code import languages
 from sm100_sim.launcher import options_from, run_host_code
 from sm100_sim.report import Report
 from sm100_sim.settings import read_settings
@@ -171,22 +172,21 @@ def _compilers() -> tuple[bool, bool]:
 @contextlib.contextmanager
 def _compiling_for_target(lines: bool) -> Iterator[None]:
     from cutlass import cute
-    from cutlass.cutlass_dsl import CuTeDSL
 
-    variables = CuTeDSL._get_dsl().envar
-    saved = vars(variables).get("_arch")
-    # As of `keeping_ptx`: compiling copies the setting to where it would outlive this context.
-    option = cute.compile._compile_options.options[cute.GenerateLineInfo]
-    before = variables.lineinfo, option.value
-    with keeping_ptx(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keeping_ptx())
         # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Cache is disabled")
-        variables.arch = devices.current().target
-        variables.lineinfo = variables.lineinfo or lines
-        try:
-            yield
-        finally:
-            variables._arch, (variables.lineinfo, option.value) = saved, before
+        for variables, function in languages():
+            # As of `keeping_ptx`: compiling copies the setting to where it would outlive this.
+            option = function._compile_options.options[cute.GenerateLineInfo]
+            stack.callback(setattr, variables, "_arch", vars(variables).get("_arch"))
+            for owner, name in ((variables, "lineinfo"), (option, "value")):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            variables.arch = devices.current().target
+            variables.lineinfo = variables.lineinfo or lines
+        yield
 
 
 @contextlib.contextmanager

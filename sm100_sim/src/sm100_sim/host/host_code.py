@@ -75,6 +75,19 @@ def ptx_of(compiled: Any) -> str:
     )
 
 
+def languages() -> list[tuple[Any, Any]]:
+    """Return (environment, compile function) of CuTe DSL, and of its experimental form if that is
+    installed."""
+    from cutlass import cute, cutlass_dsl
+
+    found = [(cutlass_dsl.CuTeDSL._get_dsl().envar, cute.compile)]
+    with contextlib.suppress(ImportError, AttributeError):
+        from cutlass.cute import experimental
+
+        found.append((cutlass_dsl.CuteExperimentalDSL._get_dsl().envar, experimental.compile))
+    return found
+
+
 @contextlib.contextmanager
 def keeping_ptx() -> Iterator[None]:
     """Make `cute.compile` keep the PTX text in the compiled function.
@@ -83,22 +96,22 @@ def keeping_ptx() -> Iterator[None]:
     text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
     """
     from cutlass import cute
-    from cutlass.cutlass_dsl import CuTeDSL
 
-    variables = CuTeDSL._get_dsl().envar
-    saved = variables.keep_ptx, variables.dump_dir
-    # Compiling copies the setting into the default options of `cute.compile`, which outlive it.
-    options = cute.compile._compile_options.options
-    option = options[cute.KeepPTX]
-    saved_option = option.value
-    with tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_") as directory:
-        if not saved[0]:
-            variables.keep_ptx, variables.dump_dir = True, directory
-        try:
-            yield
-        finally:
-            variables.keep_ptx, variables.dump_dir = saved
-            option.value = saved_option
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_"))
+        for variables, function in languages():
+            # Compiling copies the setting into the default options of `cute.compile`, which
+            # outlive it.
+            option = function._compile_options.options[cute.KeepPTX]
+            for owner, name in (
+                (variables, "keep_ptx"),
+                (variables, "dump_dir"),
+                (option, "value"),
+            ):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            if not variables.keep_ptx:
+                variables.keep_ptx, variables.dump_dir = True, directory
+        yield
 
 
 # ---------------------------------------------------------------- CUDA runtime callbacks
