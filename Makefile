@@ -14,13 +14,12 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 DEMO ?=
-# Three workers: one waits now and then for a kernel that another one compiles.
-TESTS ?= -n 3 --dist worksteal --durations 10
+TESTS ?= -n 2 --dist worksteal --durations 10
 # Names of those that the dynamic scheduler and Hopper's kernels run; test-all has more of them.
 NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages or nvfp4) and not (full and backward)
 CLC_NAMES ?= (test_lengths and causal) or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages or nvfp4
-KERNEL_TESTS = -n 2 --dist worksteal tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
+KERNEL_TESTS = -n 1 tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 # Set by test-all.
@@ -34,7 +33,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 DOCS_STAMP := $(VENV)/installed-docs
 ENGINES := build/engines
 
-.PHONY: demo docs check check-tests test test-all test-engines test-lab test-static test-short test-kernels test-clc \
+.PHONY: demo docs check check-tests test test-all test-engines test-lab test-static test-short test-clc \
     test-hopper lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
@@ -50,16 +49,14 @@ check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
 # The most telling case of each kind: 18 minutes on two cores from empty caches. All parts run
-# whatever the first one says; one that fails makes the whole fail. Types go beside the short parts,
-# which leave a core free while they start.
+# whatever the others say; one that fails makes the whole fail. The short parts, one process after
+# the other, go beside the two workers of the long one: a worker waits now and then for a kernel
+# that another one compiles, and a core would be idle.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-short
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-static test-short
 
 test-short: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target types test-kernels
-
-test-kernels: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-clc test-hopper
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 --output-sync=target types test-clc test-hopper
 
 # Every test, with all cases of those that are marked sampled.
 test-all:

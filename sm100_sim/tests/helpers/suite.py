@@ -10,10 +10,18 @@ import held_memory
 import hypothesis
 import isolated  # noqa: F401
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # Examples are equal in every run: a failure must be reproducible from the log alone.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
+# Hypothesis draws constants of all local modules that the process has imported: examples would
+# differ with the tests that are collected, and reading the modules takes 4 s of CPU per worker.
+if hasattr(providers, "is_local_module_file"):
+    providers.is_local_module_file = lambda path: False
+
+# Collecting tests makes objects that stay. Garbage is collected again from its end on.
+gc.disable()
 
 
 def pytest_addoption(parser):
@@ -32,9 +40,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Collect garbage less often, since tracing a kernel makes millions of objects. Nothing is
+    """Collect garbage, but less often, since tracing a kernel makes millions of objects. Nothing is
     frozen: the simulator finds live tensors by `gc.get_objects`, which leaves out what is."""
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def takes_all_cases(config) -> bool:

@@ -18,16 +18,16 @@ pytest.importorskip("cutlass")
 SHAPE = measured.Shape(40, 200)
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Hardware, and a polynomial that is too coarse to hide in the rounding of fp16."""
-    coarse = Ex2Pattern(2, 2, 0, last_fragment_hardware=False, degree=2)
-    cases = [measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)]
-    return list(measured.measure_all(cases, jobs=1))
+#: A polynomial that is too coarse to hide in the rounding of fp16.
+COARSE = Ex2Pattern(2, 2, 0, last_fragment_hardware=False, degree=2)
+HARDWARE_CASE, COARSE_CASE = (
+    measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, COARSE)
+)
 
 
 @pytest.mark.sampled
-def test_errors_and_shares(results):
+def test_errors_and_shares():
+    results = list(measured.measure_all([HARDWARE_CASE, COARSE_CASE], jobs=1))
     hardware, coarse = results
     assert (hardware.executed_share, coarse.executed_share) == (0.0, 1.0)
     for result in results:
@@ -56,7 +56,10 @@ def test_the_grid():
     assert {float(share) for _, share, _ in found} == {0.0, 0.1875, 0.375, 1.0}
 
 
-def test_forms(results, monkeypatch, capsys):
+def test_forms(monkeypatch, capsys):
+    (hardware,) = measured.measure_all([HARDWARE_CASE], jobs=1)
+    coarser = replace(hardware.comparison, max_error=2 * hardware.comparison.max_error)
+    results = [hardware, measured.Accuracy(COARSE_CASE, 1.0, coarser)]
     monkeypatch.setattr(measured, "measure_all", lambda cases, jobs: results)
     assert main(["accuracy", "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]

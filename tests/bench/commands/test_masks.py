@@ -121,7 +121,7 @@ def test_the_check_sees_the_mask(pattern):
             return super().call(inputs)
 
     for provider, passes in ((Dense(), True), (Leaking(), False)):
-        inputs = providers.Inputs.random(_case(pattern), CPU, torch.bfloat16)
+        inputs = providers.Inputs.random(_case(pattern, seqlen=400), CPU, torch.bfloat16)
         with torch.no_grad():
             assert checking.check_forward(inputs, provider.call(inputs)).passed == passes
         assert checking.check_gradients(provider, inputs).passed == passes
@@ -130,7 +130,7 @@ def test_the_check_sees_the_mask(pattern):
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_rows(direction, monkeypatch, capsys):
     monkeypatch.setattr(ready, "LATER", 0.0)
-    case = _case(Images(60))
+    case = _case(Images(60), seqlen=400)
     table = command.measure(
         [(case, direction)], [Dense(), DenseCausal(), mask_providers.DenseSdpa()], FakeTimer(),
         Sampling(1, 3),
@@ -147,7 +147,7 @@ def test_rows(direction, monkeypatch, capsys):
     assert row["sdpa_ratio"] == pytest.approx(row["sdpa_ms"] / milliseconds)
     assert row["flex_ms"] is None and row["flex_ratio"] is None and row["runs"] == 3
     assert row["peer"] == mask_providers.SDPA
-    assert row["visible"] == case.pairs / (2 * 700 * 700) and row["mask_us"] > 0
+    assert row["visible"] == case.pairs / (2 * 400 * 400) and row["mask_us"] > 0
     assert f"{mask_providers.SDPA}: " in row["remarks"]
     assert f"| {milliseconds:.3f} " in capsys.readouterr().err
     assert "images, window 60" in table.as_markdown()

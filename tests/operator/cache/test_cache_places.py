@@ -11,7 +11,7 @@ import pytest
 import torch
 from paged_cases import accurate, int32
 
-from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache, kv_cache
 from fa4_hd256.call import cache_checks, checks
 
 #: Rows in use, left padding among them: none, a few, more than a tile of keys, all.
@@ -191,13 +191,26 @@ def test_a_page_table_without_rows():
 
 def test_pages_without_lengths(device):
     """All rows of a row of the table are in use."""
-    k, v = (randn(6, 32, 1, device=device) for _ in "kv")
+    k, v = (randn(6, 16, 1, device=device) for _ in "kv")
     table, q = int32([[4, 1], [2, 0]], device), randn(2, 1, 2, device=device)
-    found = flash_attn_varlen_func(q, k, v, page_table=table)
     keys = [t[table.long()].flatten(1, 2) for t in (k, v)]
-    out, lse = flash_attn_varlen_func(q, k, v, page_table=table, return_lse=True)
-    assert torch.equal(out, found)
-    accurate(out, lse, (q, *keys))
+    out, lse = flash_attn_varlen_func(q, k, v, page_table=table, causal=True, return_lse=True)
+    accurate(out, lse, (q, *keys), causal=True)
+
+
+@pytest.mark.simulator
+def test_calls_without_new_rows_leave_nothing_out(monkeypatch):
+    """Their lengths are checked, and left padding reaches the attention without any lengths."""
+    seen = []
+    monkeypatch.setattr(
+        kv_cache, "attend_sequences", lambda _, lengths, others, *__: seen.append(others)
+    )
+    caches, q = cache(32, "cpu"), randn(BATCH, 1, 4, device="cpu")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        flash_attn_with_kvcache(q, *caches, cache_seqlens=int32([33] * BATCH))
+    flash_attn_with_kvcache(q, *caches, cache_leftpad=int32([5] * BATCH))
+    (others,) = seen
+    assert others["cache_leftpad"].tolist() == [5] * BATCH
 
 
 @pytest.mark.simulator
