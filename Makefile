@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What is installed: for the demo, then besides for the tests and for bench.
+# What is installed: PyTorch, then what the demo needs, or what the tests and bench need as well.
+TORCH_STAMP := $(VENV)/installed-torch
 DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 DEMO ?=
@@ -122,21 +123,24 @@ types: $(STAMP)
 	$(BIN)/python -m mypy
 
 # torch goes first and alone: an index given for it must not serve any other package.
-# Package and simulator, a distribution of its own, are installed in place, so that the tests run the
-# files of this checkout.
-$(DEMO_STAMP): pyproject.toml sm100_sim/pyproject.toml constraints.txt
+$(TORCH_STAMP): pyproject.toml sm100_sim/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; choose one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	touch $@
+
+# Package and simulator, a distribution of its own, are installed in place, so that the tests run the
+# files of this checkout.
+$(DEMO_STAMP): $(TORCH_STAMP)
 	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[demo]'
 	touch $@
 
-# cuDNN's kernels for sm100_sim/tests come alone: what they need is here already, and the CUDA 13 libraries
-# that they require besides would change the compiler of everything else.
-$(STAMP): $(DEMO_STAMP)
+# All of the demo's is among it. cuDNN's kernels for sm100_sim/tests come alone: what they need is here
+# already, and the CUDA 13 libraries that they require besides would change the compiler of everything else.
+$(STAMP): $(TORCH_STAMP)
 	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[test,bench]'
 	$(PIP_INSTALL) --no-deps nvidia-cudnn-frontend
-	touch $@
+	touch $(DEMO_STAMP) $@
 
 $(DOCS_STAMP): $(DEMO_STAMP)
 	$(PIP_INSTALL) --editable '.[docs]'
