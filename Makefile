@@ -20,9 +20,11 @@ TESTS ?= -n 2 --dist worksteal --durations 10
 NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages or nvfp4) and not (full and backward)
 CLC_NAMES ?= (test_lengths and causal) or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages or nvfp4
-KERNEL_TESTS = -n 1 tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
+KERNEL_TESTS = tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
+# One core for a process that has no workers.
+ONE_CORE := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 SM100_SIM_THREADS=1
 # Set by test-all.
 CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
@@ -83,11 +85,11 @@ test-static: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS) $(CASES)
 
 test-clc: $(STAMP)
-	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS) $(CASES)
+	$(ONE_CORE) FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS) $(CASES)
 
 # The same part, of Hopper's kernels.
 test-hopper: $(STAMP)
-	$(BIN)/python -m pytest $(HOPPER_TESTS) $(CASES)
+	$(ONE_CORE) $(BIN)/python -m pytest $(HOPPER_TESTS) $(CASES)
 
 # On a GPU: the operator's tests under both schedulers, those of memory again by themselves, where
 # what the driver has left is this process's doing, then compute-sanitizer.
