@@ -157,8 +157,8 @@ def layouts(device):
     yield (
         "one KV head for all",
         tuple(
-            torch.randn(2, 150, h, 256).to(device, torch.bfloat16).expand(2, 150, 4, 256)
-            for h in (4, 1, 1)
+            torch.randn(2, 150, h, 256).to(device, torch.bfloat16).expand(2, 150, 2, 256)
+            for h in (2, 1, 1)
         ),
     )
 

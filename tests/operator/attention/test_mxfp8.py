@@ -34,7 +34,7 @@ def attend(given, **options):
 
 
 @pytest.mark.parametrize(("lengths", "heads", "batch"), LENGTHS, ids=str)
-@pytest.mark.sampled("*300, 700*")
+@pytest.mark.sampled
 def test_lengths(lengths, heads, batch, device):
     given = operands(lengths, heads, batch, device)
     accurate_mxfp8(attend(given), given)
@@ -153,7 +153,7 @@ def test_lengths_in_use(device):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1")
+@pytest.mark.sampled
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architecture, device):
     if device == "cpu":
         monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:3")
