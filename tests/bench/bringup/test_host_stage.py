@@ -15,11 +15,11 @@ pytestmark = pytest.mark.simulator
 
 def test_a_call_is_measured_and_its_quartiles_are_told(monkeypatch):
     monkeypatch.setattr(host, "REPETITIONS", 3)
-    assert "decode, pages" in stage.items(HERE)
+    assert "packed forward" in stage.items(HERE)
     said = []
     with host.stand_in():
-        outcome = stage.run("decode, pages", HERE, said.append)
-    assert (outcome.state, said) == ("measured", ["decode, pages"])
+        outcome = stage.run("packed forward", HERE, said.append)
+    assert (outcome.state, said) == ("measured", ["packed forward"])
     values = outcome.values
     assert 0 < values["low"] <= values["value"] <= values["high"]
     assert values["unit"] == "microseconds" and " us a call (" in outcome.text
