@@ -200,7 +200,7 @@ def test_pages_without_lengths(device):
 
 @pytest.mark.simulator
 def test_calls_without_new_rows_leave_nothing_out(monkeypatch):
-    """Their lengths are checked, and left padding reaches the attention without any lengths."""
+    """Refuse lengths beyond the cache; pass left padding on to the attention without lengths."""
     seen = []
     monkeypatch.setattr(
         kv_cache, "attend_sequences", lambda _, lengths, others, *__: seen.append(others)
