@@ -431,10 +431,11 @@ def _find_and_run(
             or (sink is not None and sink.requires_grad)
             or (gate is not None and gate.requires_grad)
         ):
-            named = ForwardTensors(*tensors[:-1])
-            # Keys lack requires_grad, so the plan may be of a call without gradients.
-            check_differentiable(named)
-            results = attend_with_gradients((kind, *found, named), q, k, v, sink, gate)
+            if not execution.is_differentiable:
+                # Keys lack requires_grad, so the plan may be of a call without gradients.
+                check_differentiable(ForwardTensors(*tensors[:-1]))
+                execution.is_differentiable = True
+            results = attend_with_gradients((kind, *found, tensors), q, k, v, sink, gate)
         else:
             only_first = not (return_lse or return_max_logits)
             results = plans.run(kind, execution, tensors, addresses, only_first)

@@ -122,9 +122,10 @@ class BackwardTensors(NamedTuple):
 
     @staticmethod
     def kept(
-        tensors: ForwardTensors, out: torch.Tensor, lse: torch.Tensor
+        tensors: Sequence[Any], out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return what a forward saves for its backward: the fields behind dlse."""
+        """Return what a forward saves for its backward: the fields behind dlse. tensors: begin with
+        the fields of `ForwardTensors`."""
         return *tensors[:_DIFFERENTIABLE], out, lse, *_of_gradients(tensors)
 
     def with_batches(self) -> BackwardTensors:
@@ -167,20 +168,7 @@ class ForwardValues(NamedTuple):
 
     def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
         """Return the values of the gradients."""
-        return BackwardValues(
-            softmax_scale=self.softmax_scale,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            softcap=self.softcap,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_k=self.max_seqlen_k,
-            use_clc=self.backward_use_clc,
-            config=self.backward_config,
-            score_mod=self.score_mod,
-            mask_mod=self.mask_mod,
-            listed_tiles=self.listed_tiles,
-            wanted=wanted,
-        )
+        return BackwardValues._make((*_values_of_backward(self), wanted))
 
 
 class BackwardValues(NamedTuple):
@@ -316,6 +304,11 @@ _BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
 _DIFFERENTIABLE, _FIRST_OTHER = 3, 4
 _of_gradients = operator.itemgetter(
     *[ForwardTensors._fields.index(name) for name in BackwardTensors._fields[7:]]
+)
+#: Names of fields of `BackwardValues` in `ForwardValues`, where they differ.
+_OF_BACKWARD = {"use_clc": "backward_use_clc", "config": "backward_config"}
+_values_of_backward = operator.itemgetter(
+    *[ForwardValues._fields.index(_OF_BACKWARD.get(n, n)) for n in BackwardValues._fields[:-1]]
 )
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
 assert BackwardTensors._fields[7:] == (

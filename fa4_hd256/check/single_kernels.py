@@ -81,5 +81,5 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
 def empty_stats(problem: BackwardProblem) -> torch.Tensor:
     """Return statistics of the rows to write to, as calls make them."""
     builder = PlanBuilder(problem.forward.device, {})
-    (allocation,) = builder.plan(stats_view(builder, problem)).allocations
+    (allocation,) = builder.plan(stats_view(builder, problem, are_summed=True)).allocations
     return new_tensor(allocation, problem.forward.device)

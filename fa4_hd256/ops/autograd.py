@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from ..call.forward_problem import check_differentiable
 from ..call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
-    ForwardTensors,
     ForwardValues,
     backward_arguments,
     forward_arguments,
@@ -22,6 +22,7 @@ from ..call.operator_arguments import (
 from ..call.process import is_intercepted
 from ..call.tile_mask import TileMask
 from ..gpus.devices import is_captured
+from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
 from ..package_name import NAMESPACE
 from ..private_torch import is_batch_of_gradients, nesting_of_batches
 from ..run.backward import or_empty, plan_call, smaller_plan
@@ -31,6 +32,10 @@ from ..run.execute import Execution
 DIFFERENTIABLE = 5
 #: Place of out among what `BackwardTensors.kept` makes.
 _OUT = 3
+#: Tensors of a backward that calls with the same values may have or lack, beside dlse.
+_optional = operator.itemgetter(
+    *range(*map(BackwardTensors._fields.index, ("sink", FUNCTION_TENSORS[0])))
+)
 
 
 @torch.library.custom_op(
@@ -84,7 +89,8 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
     """
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
-        facts = (_BACKWARD, *values, bytes([tensor is None for tensor in tensors]))
+        absent = [tensor is None for tensor in _optional(tensors)]
+        facts = (_BACKWARD, *values, tensors.dlse is None, *absent)
         planned = plans.find(facts, tensors)
         if planned is not None:
             return plans.run(_BACKWARD, planned[0], tensors, planned[1])
@@ -116,9 +122,10 @@ def listed_tiles_of(mask: TileMask) -> int:
 
 
 def save(
-    ctx: Any, tensors: ForwardTensors, values: ForwardValues, results: tuple[torch.Tensor, ...]
+    ctx: Any, tensors: Sequence[Any], values: ForwardValues, results: tuple[torch.Tensor, ...]
 ) -> None:
-    """Keep what `gradients_of` needs of a forward. results: out, lse, others without gradients."""
+    """Keep what `gradients_of` needs of a forward. tensors: begin with the fields of
+    `ForwardTensors`. results: out, lse, others without gradients."""
     ctx.save_for_backward(*BackwardTensors.kept(tensors, results[0], results[1]))
     ctx.values = values
     if len(results) > 2:
@@ -218,14 +225,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        found: tuple[plans.Kind, Execution, list[int], ForwardTensors],
+        found: tuple[plans.Kind, Execution, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Return the results of a plan without out. found: the call's kind, what `plans.find`
-        returned, and its tensors. differentiable: the first of these once more, `DIFFERENTIABLE`
-        ones: autograd tracks what it gets as an argument, but nothing inside a tuple."""
+        returned, and its tensors: the fields of `ForwardTensors`, then None. differentiable: the
+        first of these once more, `DIFFERENTIABLE` ones: autograd tracks what it gets as an
+        argument, but nothing inside a tuple."""
         kind, execution, addresses, tensors = found
-        results = plans.run(kind, execution, (*tensors, None), addresses)
+        results = plans.run(kind, execution, tensors, addresses)
         save(ctx, tensors, execution.values, results)
         return results
 

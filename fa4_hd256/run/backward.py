@@ -220,7 +220,7 @@ def _memory(
     have them: their gradients are alike."""
     problem = division.problem
     forward = problem.forward
-    made = {STATS: stats_view(builder, problem)}
+    made = {STATS: stats_view(builder, problem, wanted.dsink)}
     if forward.out_gate:
         made |= _of_gate(builder, problem, has_batch["q"])
     if wanted.dkdv:
@@ -275,18 +275,19 @@ def _written(problem: BackwardProblem, name: str) -> str:
     return f"{name} in parts" if problem.sums and name in OF_KEYS else name
 
 
-def stats_view(builder: PlanBuilder, problem: BackwardProblem) -> View:
+def stats_view(builder: PlanBuilder, problem: BackwardProblem, are_summed: bool = False) -> View:
     """Statistics of the rows: (2, heads, padded rows) float32.
 
-    Between packed sequences lie rows that no kernel writes; they are those of padding, so that a
-    sum over all rows is one over the rows that exist.
+    Between ragged sequences lie rows that no kernel writes or reads. are_summed: whether a sum over
+    all rows follows, for which they are those of padding.
     """
     forward = problem.forward
     _, seqlen, heads, _ = forward.q_shape
     packed = "cu_seqlens_q" in forward.ragged
     shape = (2, heads, padded_rows(seqlen, forward.sequences, packed))
     half = math.prod(shape) // 2
-    fills = ((0, half, -math.inf), (half, 2 * half, 0.0)) if forward.ragged else ()
+    is_filled = are_summed and forward.ragged
+    fills = ((0, half, -math.inf), (half, 2 * half, 0.0)) if is_filled else ()
     return builder.allocate(STATS, shape, torch.float32, fills)
 
 

@@ -63,13 +63,14 @@ class Execution:
 
     values: arguments of the call that are no tensors, None where nobody asks for them. written:
     places of the tensors that it writes to. has_run: whether it has run to its end.
+    is_differentiable: whether its call was found to be one that has gradients.
     """
 
     def __init__(self, plan: LaunchPlan, values: Any = None, written: tuple[int, ...] = ()) -> None:
         """Compile and load the kernels, all before any is launched, and on a GPU those of other
         lengths. Raises as `compile_kernel` does."""
         self.plan, self.values, self.written = plan, values, written
-        self.has_run = False
+        self.has_run = self.is_differentiable = False
         device = plan.device
         allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
         self._make = [_maker(one, device) for one in allocations]
