@@ -11,7 +11,9 @@ import torch
 
 from ..call.backward_problem import BackwardProblem
 from ..call.forward_problem import Problem
+from ..call.memory import View
 from ..call.operator_arguments import BackwardTensors, ForwardTensors
+from ..run.arguments import mapped
 from ..run.backward import (
     STATS,
     BackwardWork,
@@ -22,9 +24,10 @@ from ..run.backward import (
     stats_view,
 )
 from ..run.backward_arguments import PreprocessTensors
-from ..run.execute import execute, new_tensor
+from ..run.execute import execute, new_tensor, value_of
 from ..run.forward import SPLITS, plan_described, result_views, split_results
 from ..run.plan import PlanBuilder
+from ..run.tile_counter import tile_counter
 
 
 def launch_forward(
@@ -65,6 +68,18 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
         tuple(views[name] for name in ragged),
     ))  # fmt: skip
     execute(builder.plan(), tuple(given.values()))
+
+
+def launch_values(arguments: tuple[Any, ...], stream: int = 0) -> tuple[Any, ...]:
+    """Return what a compiled function is called with. arguments: of `run.arguments`, with tensors
+    in the place of all views but the scheduler's counter."""
+
+    def value(slot: Any) -> Any:
+        counter = tile_counter(torch.device("cpu"), stream) if isinstance(slot, View) else slot
+        return value_of(counter, stream)
+
+    values: tuple[Any, ...] = mapped(arguments, value)
+    return values
 
 
 def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
-"""float32 values rounded to e4m3, and the scales that go with them."""
+"""float32 values rounded to e4m3."""
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -21,9 +20,3 @@ def codes_of(values: list[Float32]) -> Int32:
         write_only_types=[Int32],
         read_only_args=values,
     )
-
-
-def scale_of(scales: cute.Tensor, entry: Int32, head: Int32) -> Float32:
-    """Return the scale of an entry and a KV head; where all have the same, that."""
-    entries, heads = (cute.size(scales, mode=[mode]) for mode in range(2))
-    return scales[cutlass.min(entry, entries - 1), cutlass.min(head, heads - 1)]

@@ -298,7 +298,7 @@ def add_preprocess(
     builder: PlanBuilder, problem: BackwardProblem, tensors: PreprocessTensors
 ) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    arguments = preprocess_call_arguments(tensors, problem, None)
+    arguments = preprocess_call_arguments(tensors, problem)
     builder.launch(preprocess_spec(problem), arguments)
 
 
@@ -339,7 +339,7 @@ def _add_gradients(
     add_tail(builder, whole.forward, packed, None, tables, lengths)
     if whole.sums and OF_KEYS[0] in made:
         parts, sums = (tuple(of[name] for name in OF_KEYS) for of in (results, made))
-        builder.launch(sum_spec(whole), sum_call_arguments(parts, sums, None))
+        builder.launch(sum_spec(whole), sum_call_arguments(parts, sums))
     builder.with_other_lengths(_of_other_lengths(whole, config, set(results)))
 
 
@@ -410,7 +410,7 @@ def _add_kernel(
             sums.append((tensors.results[index], written[index]))
     read = tensors.of_functions if kernel.computes_scores else ()
     own = replace(tensors, results=tuple(written), of_functions=read)
-    builder.launch(spec, gradient_call_arguments(own, problem, gpu, None))
+    builder.launch(spec, gradient_call_arguments(own, problem, gpu))
     for total, part in sums:
         _add_sum(builder, total, part)
 

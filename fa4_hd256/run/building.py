@@ -38,7 +38,7 @@ def _tile_kernel(spec: KernelSpec, problem_class: ProblemClass, cluster: int) ->
 
 
 def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
-    from .arguments import compile_arguments
+    from .argument_types import compile_arguments
 
     kernel = _tile_kernel(spec, spec.problem_class, spec.config.tiles.cluster)
     counts = spec.counts_tiles(spec.problem_class)
@@ -47,7 +47,7 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.forward_combine import CombineKernel
-    from .arguments import combine_compile_arguments
+    from .argument_types import combine_compile_arguments
 
     kernel = CombineKernel(spec.config, spec.problem_class)
     return kernel, combine_compile_arguments(spec.problem_class)
@@ -55,7 +55,7 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.forward_combine import RaggedCombineKernel
-    from .arguments import ragged_combine_compile_arguments
+    from .argument_types import ragged_combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
     return kernel, ragged_combine_compile_arguments(spec.problem_class)
@@ -63,7 +63,7 @@ def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.append_rows import AppendKernel
-    from .append_arguments import append_compile_arguments
+    from .argument_types import append_compile_arguments
 
     kernel = AppendKernel(spec.config, spec.problem_class)
     return kernel, append_compile_arguments(spec.problem_class)
@@ -71,7 +71,7 @@ def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.backward_preprocess import PreprocessKernel
-    from .backward_arguments import preprocess_compile_arguments
+    from .argument_types import preprocess_compile_arguments
 
     kernel = PreprocessKernel(spec.config, spec.problem_class)
     return kernel, preprocess_compile_arguments(spec.problem_class)
@@ -80,7 +80,7 @@ def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
 def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.problem_class import ELEMENT_TYPES
     from ..kernels.small.backward_sum import SumKernel
-    from .backward_arguments import sum_compile_arguments
+    from .argument_types import sum_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
     return SumKernel(spec.config, element), sum_compile_arguments(element)
@@ -88,14 +88,14 @@ def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.tail_rows import TailKernel
-    from .tail_arguments import tail_compile_arguments
+    from .argument_types import tail_compile_arguments
 
     kernel = TailKernel(spec.config, spec.problem_class)
     return kernel, tail_compile_arguments(spec.problem_class)
 
 
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
-    from .backward_arguments import gradient_compile_arguments
+    from .argument_types import gradient_compile_arguments
 
     backward, problem_class = spec.kernels.backward_set(), spec.problem_class.problem
     kernel = _tile_kernel(spec, problem_class, backward.cluster)

@@ -250,7 +250,7 @@ def check_convention(compiled: CompiledKernel, step: Launch) -> None:
     those of a launch, whose tensors have one element. Raises RuntimeError where they differ."""
     of_views: list[torch.Tensor] = []
     arguments = mapped(step.arguments, _small)
-    values = mapped(arguments, lambda slot: _value(slot, of_views))
+    values = mapped(arguments, lambda slot: value_of(_in_memory(slot, of_views)))
     addresses, adapted = compiled.execution_args.generate_execution_args(values, {})
     slots = tuple(leaves(arguments))
     packed = [_content(slot, address) for slot, address in zip(slots, addresses)]
@@ -273,15 +273,22 @@ def _small(slot: Slot) -> Slot:
     return slot
 
 
-def _value(slot: Slot, of_views: list[torch.Tensor]) -> Any:
-    """Return what a compiled function is called with. of_views: gets the tensor of a view."""
-    if isinstance(slot, View):
-        of_views.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
-        described = from_dlpack(of_views[-1], assumed_align=slot.element_size())
+def _in_memory(slot: Slot, of_views: list[torch.Tensor]) -> Slot | torch.Tensor:
+    """Return a tensor like a view, and any other slot as it is. of_views: gets the tensor."""
+    if not isinstance(slot, View):
+        return slot
+    of_views.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
+    return of_views[-1]
+
+
+def value_of(slot: Slot | torch.Tensor, stream: int = 0) -> Any:
+    """Return what a compiled function is called with: for a tensor, a number or the stream."""
+    if isinstance(slot, torch.Tensor):
+        described = from_dlpack(slot.detach(), assumed_align=slot.element_size())
         return described.mark_layout_dynamic(leading_dim=slot.ndim - 1)
     if isinstance(slot, Number):
         return getattr(cutlass, slot.kind)(slot.value)
-    return cuda.CUstream(0)
+    return cuda.CUstream(stream)
 
 
 def _content(slot: Slot, address: Any) -> bytes:

@@ -199,7 +199,7 @@ def _add_launch(
         q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA),
         columns,
     )  # fmt: skip
-    builder.launch(spec, call_arguments(tensors, problem, gpu, None))
+    builder.launch(spec, call_arguments(tensors, problem, gpu))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))
         add_combine(builder, problem, written, (out, lse, *gate), given)
@@ -218,7 +218,7 @@ def add_combine(
     lists: tuple[View, ...] = ()
     if problem.lists_splits:
         lists = tuple(tables[n] for n in (PART_LIST, "cu_seqlens_q") if n in tables)
-    builder.launch(combine_spec(problem), combine_call_arguments(parts, results, None, lists))
+    builder.launch(combine_spec(problem), combine_call_arguments(parts, results, lists))
 
 
 # ---------------------------------------------------------------- memory

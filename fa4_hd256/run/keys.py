@@ -42,12 +42,9 @@ FORMAT = 3
 #: for one of an architecture the folders of others: neither imports anything of the other's.
 COMPILED_IN = (
     "kernels",
-    "run/append_arguments.py",
-    "run/arguments.py",
-    "run/backward_arguments.py",
+    "run/argument_types.py",
     "run/building.py",
     "run/catalogue.py",
-    "run/tail_arguments.py",
     "run/tracing.py",
     "schedulers",
     "softmax_emu/by_key.py",

@@ -22,7 +22,7 @@ from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_
 from ..call.mxfp8_scales import words_of
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.problem_class import OF_BLOCKS
-from .arguments import COUNTER, Number, Slot, dynamic_tensor, leaves, mapped, plain_arguments
+from .arguments import COUNTER, Number, Slot, aligned_view, leaves, mapped
 from .catalogue import KernelSpec
 
 
@@ -135,11 +135,11 @@ def whole(shape: Sequence[int], value: float) -> tuple[tuple[int, int, float], .
 
 
 def aligned(views: Any) -> Any:
-    """Return nested views of a plan, all checked as `dynamic_tensor` does: rows of tensors for TMA,
+    """Return nested views of a plan, all checked as `aligned_view` does: rows of tensors for TMA,
     vectors and tables by their elements."""
 
     def checked(view: Any) -> Any:
-        return dynamic_tensor(view, TMA_ALIGNMENT if view.ndim == 4 else view.element_size())
+        return aligned_view(view, TMA_ALIGNMENT if view.ndim == 4 else view.element_size())
 
     return mapped(views, checked)
 
@@ -214,8 +214,7 @@ class PlanBuilder:
         return like
 
     def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
-        """Launch a kernel. arguments: as for `Launch`, numbers as CuTe DSL has them."""
-        arguments = plain_arguments(arguments)
+        """Launch a kernel. arguments: as for `Launch`."""
         if any(getattr(slot, "name", None) == COUNTER for slot in leaves(arguments)):
             counter = Allocation(COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
             self._allocations[COUNTER] = counter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import cutlass
 import torch
 
 from ..call.forward_problem import Problem
@@ -13,7 +12,7 @@ from ..kernels.mask.masking import MaskKind
 from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
-from .arguments import LARGEST_LENGTH, LARGEST_WINDOW, STREAM
+from .arguments import LARGEST_LENGTH, LARGEST_WINDOW, STREAM, int32
 from .catalogue import tail_spec
 from .plan import PlanBuilder, aligned
 
@@ -74,5 +73,5 @@ def add_tail(
         problem.q_shape[1], rows_k, longest_q, longest_k, left, right, unseen_queries, unseen_keys,
         ds_tiles,
     )  # fmt: skip
-    numbers = TailBounds(*map(cutlass.Int32, bounds))
+    numbers = TailBounds(*map(int32, bounds))
     builder.launch(tail_spec(own, problem), (*aligned((tensors,)), numbers, STREAM))

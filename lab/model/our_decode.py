@@ -18,7 +18,7 @@ from bench.suite import Case
 from bench.tables.comparison import OURS
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.check.single_kernels import empty_results
+from fa4_hd256.check.single_kernels import empty_results, launch_values
 from fa4_hd256.kernels.blackwell.decode.config import (
     DECODE,
     DECODE_E4M3,
@@ -209,7 +209,7 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
     if variant.e4m3 or variant.nvfp4:
         k, v = (tensor.view(q.dtype) for tensor in (k, v))
     given = CallTensors(q, k, v, out, lse, optional)
-    return compiled, call_arguments(given, problem, ONE_SM, 0)
+    return compiled, launch_values(call_arguments(given, problem, ONE_SM))
 
 
 def _tensors(variant: DecodeVariant, sample: Sample) -> tuple[Any, dict[str, torch.Tensor]]:

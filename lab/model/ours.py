@@ -20,7 +20,7 @@ from fa4_hd256.call.division import divided, last_wave
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.mxfp8_scales import words_of
 from fa4_hd256.call.options import BY_RULE, Options
-from fa4_hd256.check.single_kernels import empty_results, empty_stats
+from fa4_hd256.check.single_kernels import empty_results, empty_stats, launch_values
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import E4M3_TILES, TILES, ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_TILES
@@ -374,7 +374,7 @@ def forward_call(
     # Kernels take e4m3 in twos, as elements of 16 bits.
     (q, k, v), (out, lse) = (one.view(problem.dtype) for one in tensors[:3]), results
     given = CallTensors(q, k, v, out, lse, ragged)
-    return compiled, call_arguments(given, problem, ONE_PAIR, 0)
+    return compiled, launch_values(call_arguments(given, problem, ONE_PAIR))
 
 
 def backward_call(
@@ -400,4 +400,4 @@ def backward_call(
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     given = GradientTensors(tensors, stats, results, ragged, ds)
-    return compile_kernel(spec), gradient_call_arguments(given, problem, ONE_PAIR, 0)
+    return compile_kernel(spec), launch_values(gradient_call_arguments(given, problem, ONE_PAIR))

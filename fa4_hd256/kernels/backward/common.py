@@ -23,11 +23,11 @@ from ...schedulers.carried import Carried
 from ...schedulers.order import PackedBlocks, TileProblem
 from ...schedulers.protocol import CLUSTER_SIZE
 from ..context import KernelContext
-from ..functions.kernel_functions import KernelFunctions
 from ..limits import SECTOR_BYTES
 from ..operands import TmaTensor, smem_layout
 from ..problem_class import CallScalars, ProblemClass
 from ..rows.sequences import by_sequence, clipped_view, sequence_tensors
+from .score_slopes import GradientFunctions
 
 
 class BackwardKernelTensors(NamedTuple):
@@ -80,8 +80,8 @@ class BackwardEntry:
     kernel: Any
 
     @property
-    def functions(self) -> KernelFunctions:
-        return KernelFunctions(self.problem_class)
+    def functions(self) -> GradientFunctions:
+        return GradientFunctions(self.problem_class)
 
     @cute.jit
     def __call__(

@@ -23,18 +23,14 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...schedulers.order import PackedBlocks, TileProblem, section_heads_for
-from ..context import want_next_tile_if
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
-from ..plan.edges import RingState
 from ..problem_class import CallScalars, query_rows
 from ..rows.gathered import (
     GatheredKeys,
-    GatheredTile,
     KeyRange,
-    copy_rows,
     gather_tensor,
     load_rows,
     page_sizes,
@@ -63,9 +59,6 @@ class ForwardCommon:
     """
 
     q_bytes = kv_bytes = ELEMENT_BYTES
-    #: Whether TMA gathers rows, or warps that copy.
-    gathers_by_tma = False
-
     problem_class: Any
     config: Any
     tile_queries: int
@@ -241,20 +234,23 @@ class ForwardCommon:
         return TmaTensor(info[0], info[1], from_start)
 
     def loaded_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
-        """q, k or v as the kernel loads it: its TMA tensor; where rows are gathered K and V as a
-        `GatherTensor`, or as they are."""
+        """q, k or v as the kernel loads it: its TMA tensor; where rows are gathered K and V as
+        `gathered_source` has them."""
         if not self.gathers or name == "q":
             return self.tma_tensor(name, view, copy)
-        return gather_tensor(self.gathering_operation(), view) if self.gathers_by_tma else view
+        return self.gathered_source(view)
+
+    def gathered_source(self, view: cute.Tensor) -> Any:
+        """Return K or V as rows of it are gathered: by TMA."""
+        return gather_tensor(self.gathering_operation(), view)
 
     def gathering_operation(self) -> Any:
         """Return the operation by which TMA gathers rows."""
         raise NotImplementedError
 
-    def prefetch_descriptors(self, tensors: ForwardKernelTensors) -> None:
-        """Prefetch the TMA descriptors of the loads."""
-        for tma in (tensors.q,) if self.gathers else (tensors.q, tensors.k, tensors.v):
-            cpasync.prefetch_descriptor(tma.atom)
+    def gathering_share(self) -> tuple[Any, int]:
+        """Return (number of this warp, number of all) of those that gather rows."""
+        return 0, 1
 
     @property
     def gathers(self) -> bool:
@@ -297,25 +293,11 @@ class ForwardCommon:
             keys = KeyRange(
                 visibility.first(first_row), visibility.seqlen_k, context.key(work).offset
             )
-            share = (
-                (0, 1) if self.gathers_by_tma else (self._gathering_warp(), len(self.warps.gather))
-            )
             block, sizes = self.config.block_kv, page_sizes(context.tensors.k)
-            return GatheredKeys(table, sizes, keys, block, share).at(last)
+            return GatheredKeys(table, sizes, keys, block, self.gathering_share()).at(last)
         sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
         first_key, first_page = visibility.first(first_row), context.first_page(batch)
         return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
-
-    def claim_if(self, scheduler: Any, is_time: Any) -> None:
-        """`want_next_tile_if`, by one of the warps that load keys."""
-        if self.gathers:
-            is_time = is_time & (self._gathering_warp() == 0)
-        want_next_tile_if(scheduler, is_time)
-
-    def _gathering_warp(self) -> Int32:
-        """Return which of the warps that gather this one is."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return sum(number * Int32(warp == one) for number, one in enumerate(self.warps.gather))
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
         return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
@@ -346,24 +328,6 @@ class ForwardCommon:
             load_pages(source, smem, place, target, multicast)
         else:
             load_tile(source, smem, place, *target, multicast=multicast)
-
-    def gather_kv(
-        self,
-        context: ForwardContext,
-        name: str,
-        work: Any,
-        tile: GatheredTile,
-        ring: str,
-        state: RingState,
-    ) -> None:
-        """Copy this warp's rows of a tile of K or V to a buffer of a ring, and let its lanes arrive
-        when they are there."""
-        source, buffer = getattr(context.tensors, name), context.smem[ring]
-        head = work.head // context.heads_per_kv
-        rows = cute.size(buffer, mode=[0])
-        place = buffer[None, None, state.index].iterator
-        copy_rows(source, place, tile, head, rows)
-        context.barriers[f"{ring}_loaded"].arrive_copies(state)
 
     def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

@@ -11,12 +11,11 @@ from cutlass import Float32, Int32
 
 from ...schedulers.protocol import WorkTile
 from ..context import KernelContext
-from ..e4m3_codes import scale_of
 from ..mask.masking import KvSplit
 from ..operands import TmaTensor
 from ..rows.output_gate import row_of_gate
 from ..rows.part_list import PartList
-from ..rows.sequences import Sequence
+from ..rows.sequences import Sequence, scale_of
 
 
 class ForwardKernelTensors(NamedTuple):

@@ -29,14 +29,13 @@ from cutlass import Float32, Int32
 
 from ...schedulers.protocol import WorkTile
 from ...softmax_emu.by_key import KeySoftmax
-from ..e4m3_codes import scale_of
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..operands import ATOM_ROWS, load_tile
 from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
 from ..rows.gathered import page_sizes
-from ..rows.sequences import lane_columns
+from ..rows.sequences import lane_columns, scale_of
 from .context import ForwardContext
 from .decode_rows import TileRows
 

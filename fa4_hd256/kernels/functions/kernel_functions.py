@@ -152,12 +152,6 @@ class ScoreChange:
     def by_place(self) -> bool:
         return self._functions is not None
 
-    @property
-    def has_slopes(self) -> bool:
-        """Return True if the derivative is not 1 everywhere."""
-        functions = self._functions
-        return self.is_softcap or (functions is not None and functions.slope is not None)
-
     def apply(
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None, packed: bool = True
     ) -> None:
@@ -170,42 +164,6 @@ class ScoreChange:
             soft_cap(scores, scale, packed=packed)
         elif self.by_place:
             self._each(scores, scale, places, None)
-
-    def apply_with_slopes(
-        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
-    ) -> cute.Tensor | None:
-        """Change scores by instructions on pairs; return the slope of each score, None where it is
-        1."""
-        if not self.has_slopes:
-            self.apply(scores, scale, places)
-            return None
-        slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
-        if self.by_place:
-            self._each(scores, scale, places, slopes)
-            return slopes
-        soft_cap(scores, scale)
-        for i in range(0, cute.size(scores), 2):
-            pair, negated = (scores[i], scores[i + 1]), (-scores[i], -scores[i + 1])
-            slopes[i], slopes[i + 1] = cute.arch.fma_packed_f32x2(negated, pair, (1.0, 1.0))
-        return slopes
-
-    def apply_for_slopes(
-        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
-    ) -> Callable[[int, Float32], Float32] | None:
-        """Change scores without instructions on pairs; return a function from the number of a score
-        and the changed score, masked or not, to its slope; None where the slope is 1.
-
-        The softcap's slope takes no register of its own so.
-        """
-        if self.by_place and self.has_slopes:
-            slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
-            self._each(scores, scale, places, slopes)
-            return lambda number, changed: slopes[number]
-        self.apply(scores, scale, places, packed=False)
-        if not self.has_slopes:
-            return None
-        # 0 where the score is -inf.
-        return lambda number, changed: cute.arch.fmax(1.0 - changed * changed, 0.0)
 
     def _each(
         self,

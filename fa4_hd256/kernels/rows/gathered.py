@@ -2,10 +2,8 @@
 
 NOTE [gathered rows].  TMA loads a box of rows that follow each other; a page of one row has none.
 So the rows of a KV tile are gathered, and lie in shared memory as TMA's boxes do (`operands`).  On
-Blackwell TMA takes four rows by their numbers.  On Hopper a few warps copy them by cp.async, 16
-bytes per lane: eight lanes copy the 128 bytes that a row has in a block of 64 columns, thus a warp
-four rows at once.  cp.async writes through the generic proxy: who multiplies waits for the copies,
-and fences for the async proxy.
+Blackwell TMA takes four rows by their numbers; on Hopper a few warps copy them
+(`hopper.forward_common`).
 
 Each lane finds the pages of some rows, and hands over where these lie by a shuffle.  The pages of
 the next tile are looked up while this one is loaded, so that nobody waits for a page's number but
@@ -34,9 +32,6 @@ from .pages import PlacedTile
 
 PIECE_BYTES = 16  # of a lane's copy
 BLOCK_BYTES = 128  # of a row in a block of columns
-BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES
-#: Rows of a warp's copy.
-ROWS_AT_ONCE = WARP_SIZE // BLOCK_LANES
 #: Page of a row that is not read, and its number.
 NO_PAGE = -1
 #: Rows that TMA gathers at once.
@@ -109,34 +104,6 @@ class GatheredTile(PlacedTile):
     def pairs(self) -> list[tuple[Int32, Int32]]:
         """Return (page, row in it) of each of this lane's rows."""
         return list(zip(self._places[::2], self._places[1::2], strict=True))
-
-
-def copy_rows(
-    source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32, rows: int
-) -> None:
-    """Copy a warp's rows of a KV tile to a buffer with the layout of `operands`.
-
-    source: (page_size, columns, heads, pages) of 16-bit elements.  buffer: aligned to 1024 bytes.
-    rows: of the whole tile.
-    """
-    blocks = cute.size(source, mode=[1]) * ELEMENT_BYTES // BLOCK_BYTES
-    lane = cute.arch.lane_idx()
-    row_of_lane, piece = lane // BLOCK_LANES, lane % BLOCK_LANES
-    for number, (page, row) in enumerate(tile.pairs):
-        present = cute.arch.vote_ballot_sync(page != NO_PAGE) >> row_of_lane
-        address = source[row, None, head, cutlass.max(page, 0)].iterator.toint()
-        first = tile.first_row + number * WARP_SIZE
-        to = buffer.toint() + (first + row_of_lane) * BLOCK_BYTES
-        for group in range(0, WARP_SIZE, ROWS_AT_ONCE):
-            # Bits 4 to 6 of an address are exchanged by the row's: `operands.smem_layout`.
-            swizzled = piece ^ (row_of_lane + group % BLOCK_LANES)
-            copy_row(
-                to + group * BLOCK_BYTES + swizzled * PIECE_BYTES,
-                cute.arch.shuffle_sync(address, group + row_of_lane) + Int64(piece * PIECE_BYTES),
-                (present >> group & 1) * PIECE_BYTES,
-                blocks,
-                rows * BLOCK_BYTES,
-            )
 
 
 def copy_row(to: Int32, origin: Int64, size: Int32, blocks: int, stride: int) -> None:

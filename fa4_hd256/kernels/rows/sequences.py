@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..plan.edges import SharedByReference
@@ -359,3 +359,9 @@ def load_lane_columns(row: cute.Tensor, lane: Any) -> cute.Tensor:
     values = cute.make_rmem_tensor(LANE_COLUMNS, row.element_type)
     cute.autovec_copy(lane_columns(row, lane), values)
     return values
+
+
+def scale_of(scales: cute.Tensor, entry: Int32, head: Int32) -> Float32:
+    """Return the scale of an entry and a KV head; where all have the same, that."""
+    entries, heads = (cute.size(scales, mode=[mode]) for mode in range(2))
+    return scales[cutlass.min(entry, entries - 1), cutlass.min(head, heads - 1)]

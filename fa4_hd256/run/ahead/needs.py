@@ -60,7 +60,7 @@ from ...kernels.small.append_rows import AppendClass, RotaryClass
 from ...kernels.small.combine_config import MOST_PARTS
 from ...models import FULL, AttentionModel, Mask
 from ...words import shown
-from ..arguments import table_rank
+from ..argument_types import table_rank
 from ..backward import Wanted, add_division
 from ..catalogue import KernelSpec, TuningKey, append_spec, tuning_key
 from ..forward import add_combine, add_launches

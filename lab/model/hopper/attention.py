@@ -24,7 +24,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.check.single_kernels import empty_results, empty_stats
+from fa4_hd256.check.single_kernels import empty_results, empty_stats, launch_values
 from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.kernel_set import kernels_of
@@ -201,7 +201,7 @@ def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
         out, lse = empty_results(problem, parts=problem.num_splits > 1)
         q, k, v, _ = tensors
         given = CallTensors(q, k, v, out, lse)
-        return compiled, call_arguments(given, problem, alone, 0)
+        return compiled, launch_values(call_arguments(given, problem, alone))
 
 
 def _backward_call(variant: Variant, forward: Problem, tensors: Any, gpu: Any) -> tuple[Any, tuple]:
@@ -215,7 +215,7 @@ def _backward_call(variant: Variant, forward: Problem, tensors: Any, gpu: Any) -
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype)
     given = GradientTensors(tensors, stats, results, (), ds)
     spec = backward_specs(problem, config)[variant.kernel]
-    return compile_kernel(spec), gradient_call_arguments(given, problem, gpu, 0)
+    return compile_kernel(spec), launch_values(gradient_call_arguments(given, problem, gpu))
 
 
 # ------------------------------------------------------------ times

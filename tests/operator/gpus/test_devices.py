@@ -82,7 +82,8 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
         one = devices.gpu_of(torch.device("cuda", index))
         scalars = call_scalars(problem, one)
         mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
-        found[index] = (splits_for(problem, one), mix, scalars.clusters, scalars.l2_bytes)
+        numbers = scalars.clusters.value, scalars.l2_bytes.value
+        found[index] = (splits_for(problem, one), mix, *numbers)
     assert found[0] == (32, mixes["B200"], 74, 64 * MIB)
     assert found[1] == (4, mixes["B300"], 8, 8 * MIB)
 

@@ -13,7 +13,7 @@ from fa4_hd256 import ForwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.check.single_kernels import empty_results
+from fa4_hd256.check.single_kernels import empty_results, launch_values
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.small.combine_config import CombineClass, CombineConfig
@@ -101,8 +101,8 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     results = []
     for compiled in (shipped, alone):
         out, lse = empty_results(problem)
-        arguments = call_arguments(CallTensors(q, k, v, out, lse), problem, gpu(), 0)
-        sm100_sim.launch(compiled, *arguments)
+        arguments = call_arguments(CallTensors(q, k, v, out, lse), problem, gpu())
+        sm100_sim.launch(compiled, *launch_values(arguments))
         results.append((out, lse))
     assert ".target sm_103a" in str(alone.artifacts.PTX)
     assert all(torch.equal(*pair) for pair in zip(*results))

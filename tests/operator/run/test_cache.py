@@ -329,7 +329,7 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
     [
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
         ("fa4_hd256/kernels/blackwell/forward/output.py", "cute.arch", "cute.another"),
-        ("fa4_hd256/run/arguments.py", "range(3)", "range(4)"),
+        ("fa4_hd256/run/argument_types.py", "range(3)", "range(4)"),
         ("fa4_hd256/schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
         ("fa4_hd256/softmax_emu/pattern.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
@@ -351,7 +351,6 @@ def test_edits_that_do(copy, name, before, after):
             "cute.another",
             ["backward", "tail"],
         ),
-        ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward", "tail"]),
         ("fa4_hd256/kernels/small/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
         ("fa4_hd256/kernels/small/append_rows.py", "cute.arch", "cute.another", ["append"]),
         (
@@ -391,21 +390,19 @@ BESIDES = {
     "fa4_hd256/architectures",
     # Storage of entries; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
-    # Memory that a call hands over.
-    "fa4_hd256/run/tile_counter",
     # Names alone.
     "softmax_emu",
     # Texts of errors.
     "fa4_hd256/words",
 }  # fmt: skip
-#: Imports of `call` and `gpus`: types of calls, a name of a tensor that problem classes have, and
-#: the target, which is in the key.
-TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Chunk", "Problem", "View", "family"}
+#: Imports of `call` and `gpus`: types of calls, and the target, which is in the key.
+TYPES = {"BackwardProblem", "Gpu", "Problem", "family"}
 
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.
 OF_BOTH = {
     "fa4_hd256/kernels/kernel_set",
+    "fa4_hd256/run/argument_types",
     "fa4_hd256/run/building",
     "fa4_hd256/run/catalogue",
     "fa4_hd256/run/tracing",

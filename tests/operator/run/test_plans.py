@@ -4,6 +4,7 @@ of one that made it."""
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from replays import as_on_a_gpu, forget
 
+from bench.measure import host
 from fa4_hd256 import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -203,6 +205,19 @@ def test_the_launches_of_a_divided_call(launched):
     plan = execution.plan
     assert [launch.spec.kind for launch in plan.launches][-1] == "forward_combine"
     assert len(plan.launches) == 2 and plan.allocation("splits") is not None
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_rows_between_sequences_are_filled_for_a_sum_alone(with_sink):
+    """No kernel reads statistics of rows between sequences; the gradient of a sink sums them."""
+    function, make, given = FORWARDS["packed"]
+    leaves = [tensor.requires_grad_() for tensor in make()]
+    sink = torch.zeros(leaves[0].shape[1], requires_grad=True) if with_sink else None
+    with host.stand_in():
+        out = function(*leaves, **options_of(given), learnable_sink=sink)
+        (plan,) = plans.launched_by(lambda: out.sum().backward())
+    values = [value for _, _, value in plan.allocation("stats").fills]
+    assert (values == [-math.inf, 0.0]) if with_sink else -math.inf not in values
 
 
 def test_plans_hold_no_tensor(launched):

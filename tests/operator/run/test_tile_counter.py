@@ -15,8 +15,9 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.forward.tiles import ForwardTiles
 from fa4_hd256.kernels.kernel_set import KernelSet
-from fa4_hd256.run import arguments, execute, tile_counter
-from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
+from fa4_hd256.run import execute, tile_counter
+from fa4_hd256.run.argument_types import compile_arguments, scalar_types
+from fa4_hd256.run.arguments import CallTensors, call_arguments
 
 CUDA = torch.device("cuda", 0)
 
@@ -107,7 +108,7 @@ def test_which_kernels_get_one(monkeypatch, counts, use_clc):
     kernels = KernelSet(problem.kernels.architecture, counts_tiles=counts)
     monkeypatch.setattr(Problem, "kernels", kernels)
     tensors = CallTensors(q, q, q, q, torch.zeros(1, 1, 1))
-    *_, scalars, _ = call_arguments(tensors, problem, gpu(), 0)
+    *_, scalars, _ = call_arguments(tensors, problem, gpu())
     assert (scalars.tile_counter is not None) == (counts and use_clc)
     *_, types, _ = compile_arguments(problem.problem_class, counts and use_clc)
     assert [value is None for value in types] == [value is None for value in scalars]
@@ -116,8 +117,8 @@ def test_which_kernels_get_one(monkeypatch, counts, use_clc):
 
 
 def test_the_scalars_of_others_are_as_before():
-    assert arguments.scalar_types().tile_counter is None
-    assert arguments.scalar_types(backward=True).tile_counter is None
+    assert scalar_types().tile_counter is None
+    assert scalar_types(backward=True).tile_counter is None
 
 
 @pytest.mark.architecture("sm_100a")

@@ -111,7 +111,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
     qk: list[Mma]
     pv: list[Mma]
     ctas = 1
-    gathers_by_tma = True
 
     def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)

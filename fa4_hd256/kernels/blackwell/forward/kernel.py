@@ -90,7 +90,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
     """
 
     context_class = BlackwellForwardContext
-    gathers_by_tma = True
     #: P is 2^p_log2 times as large: `OnlineSoftmax.create`.
     p_log2 = 0.0
 

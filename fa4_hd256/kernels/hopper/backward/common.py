@@ -191,7 +191,7 @@ class HopperBackward(BackwardEntry):
         self, context: BackwardContext, s: cute.Tensor, work: WorkTile, position: Any
     ) -> Any:
         """Scores of a step as the mask takes them, in place; returns what makes their slopes, see
-        `ScoreChange.apply_for_slopes`."""
+        `SlopedChange.apply_for_slopes`."""
         if self.problem_class.negative_scale:
             s.store(-s.load())
         if not self.functions.change.exists:

@@ -38,7 +38,6 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ...context import CLAIM_STEPS, schedule, shared_fields
-from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
@@ -51,6 +50,7 @@ from ...problem_class import CallScalars, ProblemClass
 from ...ranges import traced
 from ...rows.output_gate import Columns, multiply_by_gate
 from ...rows.sequences import columns_of
+from ..forward_common import HopperForward
 from ..instructions import (
     COLUMN_GROUP,
     QUAD,
@@ -100,7 +100,7 @@ class DecodeStep(NamedTuple):
     nodes: list[Any] | None
 
 
-class DecodeE4m3Kernel(ForwardCommon):
+class DecodeE4m3Kernel(HopperForward):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.

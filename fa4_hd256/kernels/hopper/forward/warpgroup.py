@@ -25,7 +25,6 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ...context import shared_fields
-from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...mask.masking import TileRange, Visibility
 from ...operands import SharedMemory, load_tile
@@ -33,6 +32,7 @@ from ...plan.edges import RingState
 from ...problem_class import CallScalars, ProblemClass, query_rows
 from ...ranges import traced
 from ...rows.output_gate import multiply_by_gate
+from ..forward_common import HopperForward
 from ..fragments import rescale
 from ..instructions import QUAD, WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of, wait
 from .config import WARPGROUP_ROWS
@@ -63,7 +63,7 @@ class ResultRow(NamedTuple):
     store: Callable[[list[cute.Tensor], cute.Tensor, Any], None]
 
 
-class WarpgroupForward(ForwardCommon):
+class WarpgroupForward(HopperForward):
     """Base of a kernel whose warpgroups work on 64 query rows each.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.

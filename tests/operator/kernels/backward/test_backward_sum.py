@@ -10,6 +10,7 @@ from backward_cases import check, inputs
 from single_launch import launch
 
 from fa4_hd256.call import backward_problem
+from fa4_hd256.check.single_kernels import launch_values
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.small.backward_sum import SumConfig
 from fa4_hd256.run.backward_arguments import sum_call_arguments
@@ -29,7 +30,7 @@ def added(parts, heads, dtype=torch.bfloat16):
     spec = KernelSpec("backward_sum", SumConfig(), dtype, architecture_of(device))
     launch(
         compile_kernel(spec), device,
-        lambda gpu, stream: sum_call_arguments(parts, results, stream),
+        lambda gpu, stream: launch_values(sum_call_arguments(parts, results), stream),
     )  # fmt: skip
     return results
 

@@ -12,6 +12,7 @@ from gpus import gpu
 import sm100_sim
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import launch_values
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.arguments import CallTensors, call_arguments
@@ -30,7 +31,7 @@ def launch(operands, causal=False, clusters=74, config=CONFIG, **options):
     """Launch on (q, k, v, out, lse); returns the report."""
     problem = Problem.describe(operands[:3], Options.check(None, causal, (None, None), 0.0, False))
     compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
-    arguments = call_arguments(CallTensors(*operands), problem, gpu(clusters), 0)
+    arguments = launch_values(call_arguments(CallTensors(*operands), problem, gpu(clusters)))
     return sm100_sim.launch(compiled, *arguments, **options)
 
 

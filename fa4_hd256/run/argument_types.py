@@ -1,0 +1,327 @@
+"""Arguments of kernels by type, as `cute.compile` takes them; `building` has the kernels.
+
+Compiling needs no tensor, and the binary holds no length: every size and stride is dynamic except
+the innermost stride, which is 1. `arguments` and `backward_arguments` have the same lists as slots
+of a plan. scalars: `kernels.problem_class.CallScalars`. stream: the CUDA stream, 0 in the
+simulator.
+
+NOTE [arguments of the forward].
+
+    q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
+                  q, k, v in e4m3: (.., 128) of out's type, two elements in each;
+                  k, v in NVFP4: (.., 64), four in each
+    results       out (batch, seqlen_q, heads_q, 256); lse (batch, heads_q, seqlen_q) float32,
+                  natural log; with max_logits the row maxima, like lse
+    optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
+                  the ragged sequences, vectors but for page_table (batch, pages) and those of
+                  masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
+                  `ProblemClass.descales` names, (entries, heads_kv) float32, of blocks (batch,
+                  heads, tiles, 2, 128) int32, then out_gate, like out or (batch, seqlen_q,
+                  heads_q), then what functions of the call read, then the block scales of k and v
+                  in NVFP4, (.., 8) of out's type, then memory for V^T where the tiles take it,
+                  (batch x tiles of keys, heads_kv, 256, 64); None if that is nothing
+    scalars, stream
+
+With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
+heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
+proper with out_gate, if there is one, and the stream. With listed parts they are (parts,
+max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel gets the
+list and cu_seqlens_q, if there is one, before the stream.
+
+NOTE [arguments of the backward].
+
+    q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
+    lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
+    stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
+    dq            like q
+    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
+                  dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
+    ds            (heads_q, units, tiles, elements), like k: `kernels.backward.ds_tiles`; None where
+                  it is not stored
+    ragged        int32 tensors in the problem class's order, then what functions of the call read;
+                  None if there are none
+    scalars, stream
+
+NOTE [arguments of new rows].
+
+    caches        K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) of a 16-bit
+                  type, two elements in each, in NVFP4 (.., 64), four in each
+    rows          of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
+    tables        `kernels.small.append_rows.AppendTables`
+    stream
+
+The last kernel over packed results gets `TailTensors` and `TailBounds` of `kernels.small.tail_rows`
+and the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..kernels.functions.kernel_functions import ScoreOrigin
+from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
+from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
+from ..kernels.nvfp4_format import BLOCK_SCALES, NVFP4, block_scales_of
+from ..kernels.problem_class import (
+    ELEMENT_TYPES,
+    GATE_OF_HEADS,
+    KV_DESCALES,
+    OF_BLOCKS,
+    CallScalars,
+    GradientClass,
+    ProblemClass,
+)
+from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
+from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
+from ..kernels.small.backward_preprocess import PreprocessClass, PreprocessRows
+from ..kernels.small.combine_config import CombineClass
+from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
+
+WORD = 4  # bytes of a float32 or int32
+
+
+def tensor_type(element_type: Any, rank: int, alignment: int) -> Any:
+    """A tensor of dynamic sizes whose outer strides are multiples of `alignment` bytes."""
+    divisibility = alignment * 8 // element_type.width
+    return make_fake_tensor(
+        element_type,
+        tuple(cute.sym_int32() for _ in range(rank)),
+        (*(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)), 1),
+        assumed_align=alignment,
+    )
+
+
+def vector_type(element_type: Any) -> Any:
+    """A contiguous vector of dynamic length."""
+    return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
+
+
+#: Dimensions of scales of blocks.
+SCALE_RANK = 5
+
+#: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
+TABLES = {
+    PAGE_TABLE: (2, 4),
+    TREE_WORDS: (2, 4),
+    MASK_STEPS: (5, 16),
+    MASK_BITS: (3, 16),
+    MASK_BLOCKS: (5, 16),
+    MASK_KEY_BITS: (3, 16),
+}
+
+
+def table_rank(name: str) -> int:
+    """Return the dimensions of a ragged tensor."""
+    return TABLES[name][0] if name in TABLES else 1
+
+
+def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:
+    """Return the types of ragged tensors. wide_tree: as of `ProblemClass`."""
+    return [_ragged_type(name, wide_tree) for name in names]
+
+
+def _ragged_type(name: str, wide_tree: bool) -> Any:
+    if name == TREE_WORDS and wide_tree:
+        return tensor_type(cutlass.Int64, 2, 2 * WORD)
+    if name in TABLES:
+        return tensor_type(cutlass.Int32, *TABLES[name])
+    return vector_type(cutlass.Int32)
+
+
+#: Dtypes of tensors that functions of a call read, by name.
+_FUNCTION_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
+
+
+def function_types(problem_class: ProblemClass) -> list[Any]:
+    """Return the types of the tensors that functions of a call read."""
+    asked = problem_class.score_mod, problem_class.mask_mod
+    forms = [form.split() for own in asked if own is not None for form in own.tensors]
+    return [tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
+
+
+def row_alignment(bits: int) -> int:
+    """Bytes of 8 elements of so many bits: TMA's rule for 16, that of 256-bit accesses for 32."""
+    return bits
+
+
+def scalar_types(
+    backward: bool = False,
+    counter: bool = False,
+    fixed_parts: bool = False,
+    origin: bool = False,
+) -> CallScalars:
+    """The scalars by type only; backward: with those that are None in the forward; counter: with
+    that of the tiles; fixed_parts: with the keys of a part; origin: with that of the scores."""
+    types: dict[str, Any] = {
+        name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
+        for name in CallScalars._fields
+    }
+    types["tile_counter"] = vector_type(cutlass.Int32) if counter else None
+    numbers = (cutlass.Int32(1) for _ in ScoreOrigin._fields)
+    types["score_origin"] = ScoreOrigin(*numbers) if origin else None
+    if not fixed_parts:
+        types["part_keys"] = None
+    if not backward:
+        types |= dict.fromkeys(("softmax_scale", "head_parts"))
+    return CallScalars(**types)
+
+
+# ---------------------------------------------------------------- kernels of the forward
+
+
+def compile_arguments(
+    problem_class: ProblemClass, counter: bool = False, columns: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
+    the tiles.  columns: with memory for V^T."""
+    element = problem_class.element_type
+    q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
+    results = _result_types(cutlass.Float32 if problem_class.split else element)
+    if problem_class.max_logits:
+        results = (*results, results[1])
+    optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
+    optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
+    of_blocks = problem_class.descale == OF_BLOCKS
+    scale = (cutlass.Int32, SCALE_RANK, TMA_ALIGNMENT) if of_blocks else (cutlass.Float32, 2, 4)
+    optional += [tensor_type(*scale) for _ in problem_class.descales]
+    optional += gate_types(element, problem_class.out_gate)
+    optional += function_types(problem_class)
+    optional += [
+        tensor_type(element, 4, TMA_ALIGNMENT) for _ in block_scales_of(problem_class.kv_dtype)
+    ]
+    optional += [q] if columns else []
+    scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
+    return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
+
+
+def gate_types(element_type: Any, form: str) -> list[Any]:
+    """Return the type of the gate of the result, none without one. form: as `out_gate` of
+    `ProblemClass`."""
+    if not form:
+        return []
+    if form == GATE_OF_HEADS:
+        return [tensor_type(element_type, 3, element_type.width // 8)]
+    return [tensor_type(element_type, 4, TMA_ALIGNMENT)]
+
+
+def combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the combining kernel."""
+    element = problem_class.element_type
+    results = *_result_types(element), *gate_types(element, problem_class.out_gate)
+    return _result_types(cutlass.Float32), results, cuda.CUstream(0)
+
+
+def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
+    *results, stream = combine_compile_arguments(problem_class)
+    lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
+    return *results, lists, stream
+
+
+def _result_types(element_type: Any) -> tuple[Any, ...]:
+    """Return (out, lse)."""
+    out = tensor_type(element_type, 4, row_alignment(element_type.width))
+    return out, tensor_type(cutlass.Float32, 3, alignment=4)
+
+
+# ---------------------------------------------------------------- kernels of the backward
+
+
+def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the preprocess kernel."""
+    element = ELEMENT_TYPES[problem_class.dtype]
+    out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
+    lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
+    gates = gate_types(element, problem_class.out_gate)
+    if gates:
+        gates = [*gates, tensor_type(element, 4, TMA_ALIGNMENT), *gates]
+    rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None, *gates)
+    ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
+    stats = tensor_type(cutlass.Float32, 3, WORD)
+    return rows, stats, ragged, cutlass.Int32(1), cuda.CUstream(0)
+
+
+def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the kernel that adds up parts of dK and dV."""
+    parts, results = (
+        tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
+        for kind in (cutlass.Float32, element_type)
+    )
+    return parts, results, cuda.CUstream(0)
+
+
+def gradient_compile_arguments(
+    problem_class: GradientClass,
+    results: tuple[str, ...],
+    has_ds: bool = False,
+    counter: bool = False,
+) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
+    "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that of
+    the tiles."""
+    problem = problem_class.problem
+    element = problem.element_type
+    operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
+    of_keys = cutlass.Float32 if problem_class.partial else element
+    types = (element if name == "dq" else of_keys for name in results)
+    made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
+    ragged = (*ragged_types(problem.ragged), *function_types(problem)) or None
+    stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
+    ds = tensor_type(element, 4, TMA_ALIGNMENT) if has_ds else None
+    scalars = scalar_types(backward=True, counter=counter, origin=problem.asks_places)
+    return operands, stats, made, ds, ragged, scalars, cuda.CUstream(0)
+
+
+# ---------------------------------------------------------------- new rows, and the tail
+
+
+def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile`."""
+    element = own.element_type
+    caches, rows = (tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in "kv") for _ in range(2))
+    lengths, after, offsets = (vector_type(cutlass.Int32) for _ in range(3))
+    tables = AppendTables(
+        lengths=lengths,
+        after=after,
+        offsets=offsets if own.packed else None,
+        page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
+        scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in KV_DESCALES)
+        if own.descale
+        else None,
+        block_scales=tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in BLOCK_SCALES)
+        if own.kv_dtype == NVFP4
+        else None,
+        rotary=_rotary_types(own),
+    )
+    return caches, rows, tables, cuda.CUstream(0)
+
+
+def _rotary_types(own: AppendClass) -> RotaryTables | None:
+    rotary = own.rotary
+    if rotary is None:
+        return None
+    cos, sin = (tensor_type(rotary.table_type, 2, rotary.table_dtype.itemsize) for _ in range(2))
+    queries, rotated = (tensor_type(own.element_type, 4, TMA_ALIGNMENT) for _ in range(2))
+    begins, offsets = (vector_type(cutlass.Int32) for _ in range(2))
+    return RotaryTables(cos, sin, begins, queries, rotated, offsets if rotary.packed else None)
+
+
+def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile`."""
+    offsets = {f"cu_seqlens_{side}": vector_type(cutlass.Int32) for side in own.sides}
+    tensors = TailTensors(
+        tuple(tensor_type(cutlass.Int32, 4, TMA_ALIGNMENT) for _ in own.results),
+        tensor_type(cutlass.Float32, 3, WORD) if own.lse else None,
+        ds_begins=None if own.ds is None else vector_type(cutlass.Int32),
+        **offsets,
+    )
+    bounds = TailBounds(*(cutlass.Int32(1) for _ in TailBounds._fields))
+    return tensors, bounds, cuda.CUstream(0)
