@@ -1,11 +1,13 @@
-"""Cases of tests marked `sampled` that run: `suite.sampled_cases`."""
+"""Collection of tests: cases of tests marked `sampled`, and workers in a fresh checkout."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from suite import sampled_cases, takes_all_cases
+from suite import first_alone, sampled_cases, takes_all_cases
 
 CASES = ["one-static", "one-clc", "two-static"]
 
@@ -50,3 +52,25 @@ def test_a_pattern_of_no_case_is_an_error():
 def test_where_nothing_is_left_out(arguments, asked, device, expected):
     options = {"--all-cases": asked, "--device": device}
     assert takes_all_cases(SimpleNamespace(args=arguments, getoption=options.get)) == expected
+
+
+def test_others_wait_for_the_first_worker(tmp_path):
+    """The others then go on together; one that failed lets the next one be the first."""
+    marker, order, both = tmp_path / "cache" / "collected", [], [Event(), Event()]
+
+    def other(number):
+        with first_alone(marker):
+            order.append("other")
+            both[number].set()
+            assert both[1 - number].wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        with pytest.raises(KeyError), first_alone(marker):
+            raise KeyError
+        with first_alone(marker):
+            others = [pool.submit(other, number) for number in range(2)]
+            assert not both[0].wait(0.1)
+            order.append("first")
+        for one in others:
+            one.result()
+    assert order == ["first", "other", "other"]
