@@ -55,7 +55,7 @@ def test_where_nothing_is_left_out(arguments, asked, device, expected):
 
 
 def test_others_wait_for_the_first_worker(tmp_path):
-    """The others then go on together; one that failed lets the next one be the first."""
+    """Let the others go on together behind the first, and the next be first where one failed."""
     marker, order, both = tmp_path / "cache" / "collected", [], [Event(), Event()]
 
     def other(number):

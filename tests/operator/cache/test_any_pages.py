@@ -28,7 +28,7 @@ def poisoned(paged):
 
 # Sequences without queries, without keys, that end with a step, and inside one; KV splits.
 @pytest.mark.parametrize("page_size", SIZES)
-@pytest.mark.sampled("1", "24")
+@pytest.mark.sampled("24")
 def test_decoding(page_size, device):
     paged = poisoned(Paged.of((300, 40, 0, 128, 16), page_size, device=device))
     q = queries(29, 2, device=device)

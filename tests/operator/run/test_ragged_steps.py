@@ -53,7 +53,8 @@ def plans_of(lengths, heads, wanted, window_left):
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("heads", [(16, 8), (16, 2), (8, 8)], ids=str)
-@pytest.mark.parametrize("wanted", [[True, True], [True, False]], ids=str)
+@pytest.mark.parametrize("wanted", [[True, True], [True, False]], ids=["all", "q alone"])
+@pytest.mark.sampled("all-(16, 2)-*", "q alone-(16, 8)-*", "all-(8, 8)-sm_90a")
 def test_a_step_of_other_lengths_needs_no_other_kernel(heads, wanted, arch, monkeypatch):
     """A hundred steps, all causal and in a window: no kernel that the first did not name."""
     monkeypatch.setenv("FA4_HD256_ARCH", arch)
