@@ -317,7 +317,7 @@ def test_init_of_an_unused_barrier_is_a_finding():
     "text",
     ["mbarrier.arrive.release.gpux.shared.b64 _, [smem];", "bar.sync.foo 0;", "fence.proxy.magic;",
      "setmaxnreg.inc.sync.aligned.u32 25;", "frobnicate.u32 %r0, %r1;", "membar.cluster;",
-     "atom.shared.add.f32x2 %r0, [smem], %r1;"],
+     "atom.shared.add.f32x2 %r0, [smem], %r1;", "atom.cta.shared.gpu.add.u32 %r0, [smem], %r1;"],
 )  # fmt: skip
 def test_unknown_forms_are_named(text):
     with pytest.raises(UnknownInstruction) as caught:
@@ -575,6 +575,12 @@ def test_atomics_on_global_and_shared_memory():
         bar.warp.sync -1;
         ld.shared.b32 %r9, [smem];
         st.global.b32 [%rd8+40], %r9;
+        st.shared.b32 [smem], 50;
+        bar.warp.sync -1;
+        atom.shared.cta.min.u32 %r8, [smem], %r1;
+        bar.warp.sync -1;
+        ld.shared.b32 %r9, [smem];
+        st.global.b32 [%rd8+44], %r9;
         """,
         [cells],
     )
@@ -587,7 +593,7 @@ def test_atomics_on_global_and_shared_memory():
     assert cells[8:9].view(np.float16).tolist() == [32.0, 32.0]
     sums = cells[9:10].view(np.uint16).astype(np.uint32) << 16
     assert sums.view(np.float32).tolist() == [32.0, 32.0]
-    assert cells[10] == 64
+    assert cells[10] == 64 and cells[11] == lanes.min()
 
 
 # ---------------------------------------------------------------- report

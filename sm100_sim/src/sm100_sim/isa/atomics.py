@@ -177,18 +177,24 @@ _EVENT = ByModifier({"global": Event.GLOBAL_ATOMIC}, Event.NONE)
     ties=Ties.UNLESS_SHARED,
 )
 def bind_atomic(instruction: Instruction, kernel) -> Callable:
-    """atom, red{.sem}{.scope}{.space}.op{.noftz}{.L2::cache_hint}{.vec}.type {d,} [a], b{, c}."""
-    _, _, space, operation, _, _, vector, type_name = split_modifiers(
+    """atom, red{.sem}{.scope}{.space}.op{.noftz}{.L2::cache_hint}{.vec}.type {d,} [a], b{, c}.
+
+    The scope may also follow the space, as CuTe DSL's compiler has it.
+    """
+    _, scope, space, late_scope, operation, _, _, vector, type_name = split_modifiers(
         instruction,
         _SEMANTICS,
         _SCOPES,
         _SPACES,
+        _SCOPES,
         _OPERATIONS,
         ("noftz", ""),
         _HINT,
         _VECTORS,
         _TYPES,
     )
+    if scope and late_scope:
+        raise unknown(instruction, f"two scopes, .{scope} and .{late_scope}")
     returns = instruction.opcode == "atom"
     destination, operands = (
         (instruction.operands[0], instruction.operands[1:])
