@@ -343,7 +343,7 @@ def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> Ins
     what = f"instruction descriptor {raw:#010x} of kind::{kind.name}: "
     _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
     _check_reserved(raw, _RESERVED_BLOCK_SCALED, what)
-    _check(not raw >> 31, what + "K 96 (bit 31) does not exist on sm_100")
+    _check(not raw >> 31, what + "K 96 (bit 31), of sm_103a alone, is not modelled")
     types = []
     for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):
         _check(
