@@ -59,6 +59,12 @@ def test_mma_from_shared(group, m, n, majors, spans):
     assert all((cta.tmem.cells[columns:] == POISON).all() for cta in ctas)
 
 
+@pytest.mark.parametrize("n", [8, 24])
+def test_one_cta_has_n_in_steps_of_eight(n):
+    """NVIDIA's mixed-input decode has N = 8 for eight query heads."""
+    test_mma_from_shared(1, 128, n, (False, False), (128, 128))
+
+
 @pytest.mark.parametrize(
     ("kind", "types"),
     [

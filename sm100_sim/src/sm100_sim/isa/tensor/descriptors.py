@@ -291,7 +291,7 @@ def _check_shape(m: int, n: int, group: int, kind: MmaKind, what: str) -> None:
     if kind.name == "i8":
         step = 8 if group == 1 and n <= 24 else 32 if group == 2 else 16
     else:
-        step = 16 if group == 2 or m == 128 and not kind.block_scaled else 8
+        step = 16 if group == 2 else 8
     _check(
         step <= n <= 256 and n % step == 0,
         what + f"illegal shape: N {n}, accepted {step}..256 in steps of {step} for M {m}, "
