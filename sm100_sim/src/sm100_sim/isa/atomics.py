@@ -177,10 +177,8 @@ _EVENT = ByModifier({"global": Event.GLOBAL_ATOMIC}, Event.NONE)
     ties=Ties.UNLESS_SHARED,
 )
 def bind_atomic(instruction: Instruction, kernel) -> Callable:
-    """atom, red{.sem}{.scope}{.space}.op{.noftz}{.L2::cache_hint}{.vec}.type {d,} [a], b{, c}.
-
-    The scope may also follow the space, as CuTe DSL's compiler has it.
-    """
+    """atom, red{.sem}{.scope}{.space}{.scope}.op{.noftz}{.hint}{.vec}.type {d,} [a], b{, c}; CuTe
+    DSL's compiler puts the scope behind the space."""
     _, scope, space, late_scope, operation, _, _, vector, type_name = split_modifiers(
         instruction,
         _SEMANTICS,
