@@ -23,10 +23,11 @@ from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from fa4_hd256.kernels.nvfp4_format import NVFP4_BLOCK
 
-E4M3, BF16 = "e4m3", "bf16"
-#: Bytes of an element, by type of K and V.
-BYTES = {BF16: ELEMENT_BYTES, E4M3: 1}
+E4M3, BF16, NVFP4 = "e4m3", "bf16", "NVFP4"
+#: Bytes of an element, by type of K and V, the scales of its block included.
+BYTES: dict[str, float] = {BF16: ELEMENT_BYTES, E4M3: 1, NVFP4: 0.5 + 1 / NVFP4_BLOCK}
 
 
 class Form(NamedTuple):
@@ -106,7 +107,7 @@ def small_page_cases() -> list[CacheCase]:
     return [
         case
         for cases in zip(
-            *(_paged((1, 64), (1, 4), sizes=sizes, kv_types=(kind,)) for kind in BYTES)
+            *(_paged((1, 64), (1, 4), sizes=sizes, kv_types=(kind,)) for kind in (BF16, E4M3))
         )
         for case in cases
     ]

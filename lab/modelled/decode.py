@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.commands.decode import PARTS, RATES_TITLE, chosen
-from bench.decode.caches import BF16, BYTES, E4M3, CacheCase, page_cases
+from bench.decode.caches import BF16, BYTES, E4M3, NVFP4, CacheCase, page_cases
 from bench.options import DECODE_PROVIDERS
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
@@ -18,7 +18,7 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.calls import forward_problem
 from lab.model.machines import gpu_of
 from lab.model.origin import modelled_machine
-from lab.model.predictor import OURS_E4M3, Predictor, predictor_of
+from lab.model.predictor import OURS_E4M3, OURS_NVFP4, Predictor, predictor_of
 from lab.modelled import throughput
 
 MODELLED = ("rates", "kv-types", "pages")
@@ -28,8 +28,12 @@ KV_TYPES_COLUMNS = (
         Column(kind, "us", ".1f"), Column(f"parts_{kind}", title=f"parts, {kind}"),
         Column(f"hbm_{kind}", format=".1%", title=f"of HBM, {kind}"),
     )),
-    Column("ratio", format=".2f", title="tokens a second, of bf16's"),
-    Column("least", format=".2f"), Column("most", format=".2f"),
+    *(
+        Column(f"{name}_{kind}", format=".2f", title=f"{title}, {kind}")
+        for kind in (E4M3, NVFP4) for name, title in (
+            ("ratio", "tokens a second, of bf16's"), ("least", "least"), ("most", "most"),
+        )
+    ),
 )  # fmt: skip
 _PAGED = page_cases()[0]
 #: Columns of page sizes, the first of no pages.
@@ -46,16 +50,20 @@ PAGES_COLUMNS = (
 
 
 def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
-    """Return a row of both types of K and V."""
-    machine, of_kind = predictor.machine, {BF16: OURS, E4M3: OURS_E4M3.name}
+    """Return a row of all types of K and V."""
+    machine = predictor.machine
+    of_kind = {BF16: OURS, E4M3: OURS_E4M3.name, NVFP4: OURS_NVFP4.name}
     found = {kind: predictor.predict(one, case, FORWARD) for kind, one in of_kind.items()}
-    ratios = found[BF16].seconds / found[E4M3].seconds
     row = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text,
-        "rows": forward_problem(case).tiles.rows, "ratio": float(ratios[0]),
-        "least": float(ratios.min()), "most": float(ratios.max()),
+        "rows": forward_problem(case).tiles.rows,
         BASIS: "modelled", MACHINE: modelled_machine(machine),
     }  # fmt: skip
+    for kind in (E4M3, NVFP4):
+        ratios = found[BF16].seconds / found[kind].seconds
+        figures = ratios[0], ratios.min(), ratios.max()
+        for name, ratio in zip(("ratio", "least", "most"), figures, strict=True):
+            row[f"{name}_{kind}"] = float(ratio)
     rate = gpu_of(machine).hbm_bytes_per_second
     for kind, nbytes in BYTES.items():
         seconds = float(found[kind].seconds[0])
@@ -86,10 +94,14 @@ def kv_types_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Tabulate rows of `kv_types_row`."""
     note = (
         "The call's default kernels and parts, those that make one result of the parts included. "
-        "Of HBM: bytes of keys and values over what HBM gives by its data sheet in the time. "
+        "Of HBM: bytes of keys and values, scales of blocks included, over what HBM gives by its "
+        "data sheet in the time. "
         "Least, most: the ratio under any of the sets of constants that were drawn."
     )
-    title, plot = "Decoding over K and V in e4m3 beside bf16", Plot(("shape",), tuple(BYTES))
+    title, plot = (
+        "Decoding over K and V in e4m3 and NVFP4 beside bf16",
+        Plot(("shape",), tuple(BYTES)),
+    )
     return Table("decode", title, KV_TYPES_COLUMNS, list(rows), (note,), plot)
 
 

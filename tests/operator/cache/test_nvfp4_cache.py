@@ -58,7 +58,7 @@ def test_options(options, dtype, device):
     ("queries", "heads"), [(1, (8, 1)), (4, (8, 1)), (3, (12, 2)), (8, (8, 1)), (70, (2, 2))],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("4-(8, 1)")
+@pytest.mark.sampled
 def test_rows_and_tiles(queries, heads, device):
     q, cache = dense(queries, 290, heads, batch=1, device=device)
     accurate(attend(q, cache, causal=True), q, cache.values(), causal=True)
@@ -84,7 +84,7 @@ def check_paged(given, q, found, lengths_q=None, **options):
      (8, {"window_size": (90, 0)})],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("16-{'num_splits': 2}", "5-{'causal': True}")
+@pytest.mark.sampled("5-{'causal': True}")
 def test_pages(page_size, options, device):
     """Rows and pages that nobody has are NaN."""
     given = PagedCache.of((700, 0, 130, 1), page_size, 2, device)

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32
 from ...e4m3_codes import WORD_CODES, codes_of
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
+from ...problem_class import ProblemClass
 from ...rows.sequences import columns_of
 from ..instructions import (
     E4M3_SLICE,
@@ -35,10 +36,10 @@ from ..instructions import (
     mn_major_operand,
 )
 from ..tmem import tmem_load
-from .config import BLOCK_KV, HALF, HALVES
+from . import scaled
+from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
 from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext
-from .kernel import p_layout
-from .scaled import ScaledDecodeKernel
+from .kernel import DecodeKernel, p_layout
 
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
@@ -46,11 +47,27 @@ COLUMNS = 32
 LOW_PART = 2.0**-4
 
 
-class DecodeE4m3Kernel(ScaledDecodeKernel):
+class DecodeE4m3Kernel(DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
-    top_exponent = 7  # of 448 at most
+    halves_apart = False
+    context_class = BlackwellE4m3DecodeContext
+    run_other_role = scaled.run_other_role
+    _load_q = scaled.load_q
+    _load_tile = scaled.load_tile
+    _bring_q = scaled.bring_q
+    _create = scaled.create
+    _tile_state = scaled.tile_state
+    _begin_tile = scaled.begin_tile
+    _load_scores = scaled.load_scores
+    _load_half = scaled.load_half
+    _weigh = scaled.weigh
+    _scaled_inverse = scaled.scaled_inverse
+
+    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
+        super().__init__(config, problem_class, scheduler)
+        scaled.prepare(self, top_exponent=7)  # of 448 at most
 
     def make_mmas(self) -> None:
         """Set the MMA of K, and those of both halves of V's columns, from one buffer."""
@@ -68,7 +85,7 @@ class DecodeE4m3Kernel(ScaledDecodeKernel):
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         q = memory.operand("q", self.config.columns, HEAD_DIM // 2, self.config.q_stages)
-        return super().smem(memory) | {"q": q}
+        return scaled.smem(self, memory) | {"q": q}
 
     @cute.jit
     def convert(self, context: BlackwellE4m3DecodeContext):

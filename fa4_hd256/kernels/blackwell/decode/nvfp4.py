@@ -26,6 +26,7 @@ from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, wit
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingState, RingStates
+from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of, lane_columns
 from ..instructions import (
@@ -38,24 +39,39 @@ from ..instructions import (
 )
 from ..pair_kernel import await_buffer
 from ..tmem import tmem_buffer, tmem_load
-from .config import BLOCK_KV, HALF, HALVES, MMA_K
+from . import scaled
+from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
 from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
-from .kernel import KvTile, p_layout
+from .kernel import DecodeKernel, KvTile, p_layout
 from .nvfp4_operands import (
     HALF_COLUMNS,
     store_keys,
     store_values,
     value_column,
 )
-from .scaled import ScaledDecodeKernel
 
 
-class DecodeNvfp4Kernel(ScaledDecodeKernel):
+class DecodeNvfp4Kernel(DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes: Any = Fraction(1, 2)
+    halves_apart = False
+    context_class = BlackwellE4m3DecodeContext
     operand_ring = "operand"
-    top_exponent = 14
+    run_other_role = scaled.run_other_role
+    _load_q = scaled.load_q
+    _bring_q = scaled.bring_q
+    _create = scaled.create
+    _tile_state = scaled.tile_state
+    _begin_tile = scaled.begin_tile
+    _load_scores = scaled.load_scores
+    _load_half = scaled.load_half
+    _weigh = scaled.weigh
+    _scaled_inverse = scaled.scaled_inverse
+
+    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
+        super().__init__(config, problem_class, scheduler)
+        scaled.prepare(self, top_exponent=14)
 
     @property
     def operand_dtype(self) -> Any:
@@ -101,7 +117,7 @@ class DecodeNvfp4Kernel(ScaledDecodeKernel):
             return cute.make_tensor(memory.region(region, Uint32, 1024), cute.make_layout(1))
 
         stages = config.half_stages
-        return super().smem(memory) | {
+        return scaled.smem(self, memory) | {
             "q": memory.operand("q", config.rows, HEAD_DIM, config.q_stages, self.operand_dtype),
             "kv": memory.operand("kv", BLOCK_KV, CODE_COLUMNS, stages),
             "kv_scales": memory.operand("kv_scales", BLOCK_KV, SCALE_COLUMNS, stages),

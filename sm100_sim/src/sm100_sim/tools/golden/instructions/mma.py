@@ -68,6 +68,11 @@ class Product:
         return self.n // 2 if (self.group, self.m) == (2, 128) else self.n
 
     @property
+    def a_column(self) -> int:
+        """Column of tensor memory at which A begins: behind those that a case reads back."""
+        return dumped(self.columns)
+
+    @property
     def k(self) -> int:
         return K_BYTES // _WIDTH[self.dtype]
 
@@ -124,6 +129,9 @@ PRODUCTS = (
     Product(1, 128, 32, negate=True), Product(1, 128, 32, "e4m3", negate=True),
     *(Product(2, m, 128, negate=True) for m in (128, 256)),
     Product(2, 256, 128, "e4m3", negate=True, scaled=True),
+    # Decode over NVFP4: K and V in tensor memory.
+    *(Product(1, 128, n, "f16", "tmem") for n in (16, 32, 64)),
+    *(Product(1, 128, n, "f16", "tmem", True, "b") for n in (16, 32, 64)),
 )  # fmt: skip
 
 
@@ -256,7 +264,7 @@ def _issued(group: int, chains: str) -> str:
 
 def _scale_columns(p: Product) -> tuple[int, int]:
     """Return the first columns of the scales of A and of B: behind D and A."""
-    first = p.columns + (A_COLUMNS if p.a == "tmem" else 0)
+    first = p.a_column + A_COLUMNS if p.a == "tmem" else p.columns
     return first, first + 4
 
 
@@ -276,7 +284,7 @@ def _copies(p: Product) -> str:
 def _issue(p: Product, a: Image, b: Image) -> str:
     copies = _copies(p) if p.scaled else ""
     addresses = copies + _address("a", "a", a.raw) + _address("b", "b", b.raw)
-    start = f"{addresses}add.u32 %r21, %taddr, {p.columns};\n"
+    start = f"{addresses}add.u32 %r21, %taddr, {p.a_column};\n"
     return _issued(p.group, start + _chain(p, (a.step, b.step)))
 
 
@@ -295,7 +303,7 @@ def _a_to_tmem(columns: int) -> str:
 
 
 def _mma_ptx(p: Product, a: Image, b: Image) -> str:
-    needed = p.columns + (A_COLUMNS if p.a == "tmem" else 0) + 4 * p.scale_atoms
+    needed = _scale_columns(p)[0] + 4 * p.scale_atoms
     sync = SYNC if p.group == 2 else "bar.sync 0;\n"
     # The descriptor of A is computed even if it lies in tensor memory; it needs a name.
     a_bytes = 1024 if p.a == "tmem" else a.size
@@ -308,7 +316,7 @@ def _mma_ptx(p: Product, a: Image, b: Image) -> str:
         size, out = p.scale_atoms * _ATOM_BYTES, "p3"
         shared += f".shared .align 1024 .b8 s[{size}];\n"
         scales = to_shared(size, "p2", "s", "COPY_S")
-    operand = _a_to_tmem(p.columns) if p.a == "tmem" else to_shared(a.size, "p0", "a", "COPY_A")
+    operand = _a_to_tmem(p.a_column) if p.a == "tmem" else to_shared(a.size, "p0", "a", "COPY_A")
     body = (
         f"{operand}{to_shared(b.size, 'p1', 'b', 'COPY_B')}{scales}fence.proxy.async;\n"
         f"tcgen05.fence::before_thread_sync;\n{sync}tcgen05.fence::after_thread_sync;\n"
