@@ -106,7 +106,7 @@ def _of_rows(target: Target) -> dict[str, Callable[[], Any]]:
     """Return a call for each number of rows: 16 sequences of 8,192 keys under 8 KV heads."""
     from fa4_hd256 import flash_attn_func
 
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for rows in ROWS:
         call = kernels.Call((1, 8192), (8 * rows, 8), batch=16)
         q, k, v, _ = kernels.tensors(call, target.device)
