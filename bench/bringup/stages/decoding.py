@@ -8,6 +8,7 @@ GPU does where both meet, so the call is repeated many times. The static schedul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
@@ -110,5 +111,5 @@ def _of_rows(target: Target) -> dict[str, Callable[[], Any]]:
     for rows in ROWS:
         call = kernels.Call((1, 8192), (8 * rows, 8), batch=16)
         q, k, v, _ = kernels.tensors(call, target.device)
-        calls[str(rows)] = lambda q=q, k=k, v=v: flash_attn_func(q, k, v)
+        calls[str(rows)] = partial(flash_attn_func, q, k, v)
     return calls
