@@ -130,7 +130,8 @@ def decode(parser: argparse.ArgumentParser) -> None:
 
 def ex2_sweep(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("grid", "all combinations, and hardware only")
-    axes.add_argument("--freq", type=int, nargs="+", default=[4, 8, 16], help="ex2_emu_freq")
+    of_freq = "ex2_emu_freq; with --e4m3 16 at most"
+    axes.add_argument("--freq", type=int, nargs="+", default=[4, 8, 16], help=of_freq)
     axes.add_argument("--res", type=int, nargs="+", default=[2, 4], help="ex2_emu_res")
     axes.add_argument("--start", type=int, nargs="+", default=[0, 2], help="ex2_emu_start_frg")
     axes.add_argument(

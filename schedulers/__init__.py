@@ -6,13 +6,13 @@ them a call uses; `protocol` is what a kernel programs against.
 
 from .choice import BACKWARD_PREFERS_CLC, clc_requested, prefers_clc, scheduler_class
 from .clc import ClcScheduler
+from .coordinates import tile_coordinates
 from .counter import CounterScheduler
 from .order import (
     PackedBlocks,
     TileOrder,
     TileProblem,
     section_heads_for,
-    tile_coordinates,
 )
 from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile, of_clusters
 from .static import StaticPersistentScheduler

@@ -40,9 +40,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Int128, pipeline
 from cutlass._mlir.dialects import nvvm
 
+from .coordinates import make_work_tile
 from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileProblem
-from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile, make_work_tile
+from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, pipeline
 
+from .coordinates import make_work_tile
 from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileOrder, TileProblem
 from .protocol import (
@@ -40,7 +41,6 @@ from .protocol import (
     NUM_STAGES,
     WorkTile,
     cluster_index,
-    make_work_tile,
     of_clusters,
 )
 from .static import StaticPersistentScheduler

@@ -15,8 +15,9 @@ from cutlass import Boolean, Int32, pipeline
 from cutlass._mlir.dialects import nvvm
 
 from .carried import Carried
+from .coordinates import make_work_tile
 from .order import TileOrder
-from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index, make_work_tile
+from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index
 
 # The CTA of the cluster whose scheduler warp sends the requests.
 LEADER = 0

@@ -32,7 +32,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .carried import Carried
-from .order import TileOrder, TileProblem, tile_coordinates
+from .order import TileOrder, TileProblem
 
 # CTAs of one cluster, along x, unless a kernel has others; a pair that shares its tensor-core
 # instructions.
@@ -64,12 +64,6 @@ class WorkTile(Carried):
     is_valid: Boolean
 
     CARRIED = ("block", "head", "batch", "is_valid")
-
-
-def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTile:
-    """The work tile with this linear index (any index where `is_valid` is False)."""
-    block, head, batch = tile_coordinates(index, order)
-    return WorkTile(Int32(block), Int32(head), Int32(batch), Boolean(is_valid))
 
 
 def cluster_index(cluster_size: int) -> tuple[Int32, Int32]:

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from cutlass import Int32
 
 from .carried import Carried
+from .coordinates import make_work_tile
 from .order import TileOrder, TileProblem, minimum
-from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+from .protocol import CLUSTER_SIZE, WorkTile, cluster_index
 
 
 class StaticPersistentScheduler(Carried):

@@ -148,8 +148,17 @@ class OnlineSoftmax:
         The factor is exactly 1 where the maximum was kept, and 0 with a row's first visible key;
         never NaN.
         """
+        return self.move_max(self.tile_max(scores))
+
+    def tile_max(self, scores: cute.Tensor) -> Float32:
+        """Return the larger of the maximum and all scores of a tile, or of this thread's part of
+        one."""
+        return self._tile_max(scores, self.row_max)
+
+    def move_max(self, new: Float32) -> Float32:
+        """Take a tile's maximum into the maximum; return the factor as `update_max` does.  new: the
+        larger of the maximum and all scores."""
         old = self.row_max
-        new = self._tile_max(scores, old)
         if self.largest is not None:
             # `new` is a score, or an older maximum that is below one.
             self.largest = cute.arch.fmax(self.largest, new)

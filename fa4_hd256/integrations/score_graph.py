@@ -22,7 +22,7 @@ from cutlass import Boolean, Float32, Int32
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.functions.user_functions import SelfDescribed
+from ..call.functions.meaning import SelfDescribed
 
 #: Kind of a function, and its name where it is refused.
 SCORE, MASK = "score_mod", "mask_mod"

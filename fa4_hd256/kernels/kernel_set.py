@@ -88,14 +88,14 @@ class KernelSet:
     classes: kind of kernel -> "module:class" below the folder; a kernel is made as `class(config,
     problem_class, scheduler)`, with a class of the `schedulers` protocol. forward_config,
     backward_config: the same of the configuration of each direction, None where it has none yet.
-    decode_config, e4m3_config: the same of further forward kernels, for a few query rows, and for q
-    in e4m3, None where there is none of its own. tuned: a function of (tiles, causal, seqlen_k,
-    gpu, paged) that returns the forward's default configuration of a call with such tiles; causal:
-    the mask bounds the keys on the right; seqlen_k: of the longest key sequence; gpu: its rows of
-    the tuning table; paged: keys lie in pages. forwards: what the host must know of the tiles that
-    calls may get of the forward, for every dtype of K and V, in the order in which they are
-    preferred; none likewise. backward: the
-    same of the backward, None likewise. counts_tiles: the dynamic scheduler takes a counter in
+    decode_config: the same of the forward for a few query rows, None where there is none of its
+    own. e4m3_configs: the same of those for q in e4m3 and mxfp8. tuned: a function of (tiles,
+    causal, seqlen_k, gpu, paged) that returns the forward's default configuration of a call with
+    such tiles; causal: the mask bounds the keys on the right; seqlen_k: of the longest key
+    sequence; gpu: its rows of the tuning table; paged: keys lie in pages. forwards: what the host
+    must know of the tiles that calls may get of the forward, for every dtype of K and V, in the
+    order in which they are preferred; none likewise. backward: the same of the backward, None
+    likewise. counts_tiles: the dynamic scheduler takes a counter in
     global memory. combine: which configurations the combining kernel gets. gathering: a
     function that returns a forward's configuration for pages of any size, from another; None where
     every configuration takes them.
@@ -106,7 +106,7 @@ class KernelSet:
     forward_config: str | None = None
     backward_config: str | None = None
     decode_config: str | None = None
-    e4m3_config: str | None = None
+    e4m3_configs: tuple[str, ...] = ()
     tuned: Any = None
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
@@ -129,7 +129,7 @@ class KernelSet:
         """All classes of a direction's configurations, first that of `config`."""
         own = (self.config(direction),)
         if direction == "forward":
-            more = (self.decode_config, self.e4m3_config)
+            more = (self.decode_config, *self.e4m3_configs)
             return (*own, *(self._class(one, direction) for one in more if one is not None))
         return own
 

@@ -31,13 +31,13 @@ from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..gpus.devices import Gpu, gpu_of
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.problem_class import GATE_OF_ELEMENTS, OUT_GATE
-from ..kernels.rows.sequences import padded_rows
 from .backward_arguments import (
     TABLE_RANK,
     GradientTensors,
     PreprocessTensors,
     begin_of,
     gradient_call_arguments,
+    padded_rows,
     preprocess_call_arguments,
     sum_call_arguments,
 )

@@ -12,10 +12,23 @@ from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
-from ..kernels.rows.sequences import padded_rows
+from ..kernels.rows.sequences import PADDING
 from ..kernels.small.backward_preprocess import PreprocessRows
 from .argument_types import WORD
 from .arguments import STREAM, aligned_view, call_scalars, gate_value, int32, ragged_values
+
+
+def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
+    """Rows of a tensor in which every query sequence begins at a multiple of `PADDING` rows and
+    may be written up to one.
+
+    num_rows: of the whole batch if packed, else of each sequence.  Sequence b of a packed batch
+    begins at (cu_seqlens_q[b] + b * PADDING) rounded down to PADDING: one block more for each
+    sequence makes room for its rest, and the host need not know any length.
+    """
+    if packed:
+        num_rows, num_sequences = num_rows + num_sequences * PADDING, 1
+    return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,18 @@ from typing import Any, get_args
 from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus import family
-from ..kernels.functions.kernel_functions import check_unchanged
+from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from ..package_name import is_of_package
 from .building import build
 from .catalogue import KernelSpec
+
+
+def check_unchanged(problem_class: Any) -> None:
+    """`FunctionKind.check_unchanged` of the functions of a kernel, if it has any."""
+    for kind in FUNCTION_KINDS:
+        asked = getattr(problem_class, kind.argument, None)
+        if asked is not None:
+            kind.check_unchanged(asked.key)
 
 
 def trace_and_compile(spec: KernelSpec) -> Any:

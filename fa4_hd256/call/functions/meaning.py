@@ -21,8 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.functions.user_functions import FunctionKind, SelfDescribed
+from ...kernels.functions.user_functions import FunctionKind
 from ...package_name import canonical, loaded
+
+
+class SelfDescribed:
+    """Object that a function may hold and whose `text` says all that it computes."""
+
+    @property
+    def text(self) -> str:
+        """All of that; of others that compute the same, the same."""
+        raise NotImplementedError
 
 
 class UnnamedError(ValueError):

@@ -44,10 +44,10 @@ class OperandLayout:
     def part(self, index: int, parts: int) -> OperandLayout:
         """One of `parts` equal runs of the slices."""
         count = len(self.step_bytes) // parts
-        return self.slices(index * count, (index + 1) * count)
+        return self.slices(range(index * count, (index + 1) * count))
 
-    def slices(self, start: int, stop: int) -> OperandLayout:
-        return replace(self, step_bytes=self.step_bytes[start:stop])
+    def slices(self, numbers: range | tuple[int, ...]) -> OperandLayout:
+        return replace(self, step_bytes=tuple(self.step_bytes[number] for number in numbers))
 
     @property
     def upper_word(self) -> int:
@@ -99,10 +99,10 @@ class TmemOperand:
     def part(self, index: int, parts: int) -> TmemOperand:
         """One of `parts` equal runs of the slices."""
         count = len(self.step_columns) // parts
-        return self.slices(index * count, (index + 1) * count)
+        return self.slices(range(index * count, (index + 1) * count))
 
-    def slices(self, start: int, stop: int) -> TmemOperand:
-        return TmemOperand(self.step_columns[start:stop])
+    def slices(self, numbers: range | tuple[int, ...]) -> TmemOperand:
+        return TmemOperand(tuple(self.step_columns[number] for number in numbers))
 
 
 @dataclass(frozen=True)

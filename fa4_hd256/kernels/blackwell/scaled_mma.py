@@ -5,6 +5,7 @@ Section numbers are those of the PTX ISA, as in `instructions`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,14 +27,16 @@ FLOAT32_RESULT, E8M0 = 1 << 4, 1 << 23
 class ScaledMma(Mma):
     """An MMA in e4m3, kind::mxf8f6f4, whose blocks of 32 along K have E8M0 scales, one a slice.
 
-    first_slice: number of its first slice among those that the scales are of.
+    numbers: of its slices among those that the scales are of.
     """
 
-    first_slice: int = 0
+    numbers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, mma: Mma, first_slice: int = 0) -> ScaledMma:
-        return cls(mma.shape, mma.a, mma.b, first_slice)
+    def of(cls, mma: Mma, numbers: Iterable[int] | None = None) -> ScaledMma:
+        """Return an MMA with scales, of all slices unless numbers are given."""
+        numbers = range(len(mma.b.step_bytes)) if numbers is None else numbers
+        return cls(mma.shape, mma.a, mma.b, tuple(numbers))
 
     def issue_scaled(
         self,
@@ -53,13 +56,12 @@ class ScaledMma(Mma):
     @property
     def ptx(self) -> str:
         """The text of `chain_ptx` with scales: r5 and r6 those of A and B."""
-        lines, number = [], self.first_slice
+        lines, numbers = [], iter(self.numbers)
         for line in chain_ptx(self.a, self.b, self.shape).splitlines():
             if "tcgen05.mma" in line:
-                lines += _scales_ptx(number)
+                lines += _scales_ptx(next(numbers))
                 line = line.replace("::f8f6f4", "::mxf8f6f4.block_scale.block32")
                 line = line.replace("{$r4}", "idesc, [a_scales], [b_scales]")
-                number += 1
             lines.append(line.replace(".b32 leader,", ".b32 idesc, a_scales, b_scales, leader,"))
         return "\n".join(lines)
 

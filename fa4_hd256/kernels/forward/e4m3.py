@@ -35,7 +35,8 @@ from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
 from ..rows.gathered import page_sizes
-from ..rows.sequences import lane_columns, scale_of
+from ..rows.lanes import lane_columns
+from ..rows.sequences import scale_of
 from .context import ForwardContext
 from .decode_rows import TileRows
 

@@ -15,7 +15,8 @@ from cutlass import Int32, Uint32
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_format import NVFP4_BLOCK
 from ..operands import ROW_BYTES
-from ..rows.gathered import NO_PAGE, PIECE_BYTES, copy_row
+from ..rows.copied import PIECE_BYTES, copy_row
+from ..rows.gathered import NO_PAGE
 from ..rows.sequences import by_sequence
 from .context import ForwardKernelTensors
 

@@ -264,14 +264,6 @@ FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
 FUNCTION_TENSORS = (*SCORE_TENSORS, *MASK_TENSORS)
 
 
-def check_unchanged(problem_class: Any) -> None:
-    """`FunctionKind.check_unchanged` of the functions of a kernel, if it has any."""
-    for kind in FUNCTION_KINDS:
-        asked = getattr(problem_class, kind.argument, None)
-        if asked is not None:
-            kind.check_unchanged(asked.key)
-
-
 @dataclass(frozen=True)
 class KernelFunctions(SharedByReference):
     """Functions of a kernel that computes scores.

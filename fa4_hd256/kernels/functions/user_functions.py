@@ -26,15 +26,6 @@ class Functions(NamedTuple):
     slope: Callable[..., Any] | None = None
 
 
-class SelfDescribed:
-    """Object that a function may hold and whose `text` says all that it computes."""
-
-    @property
-    def text(self) -> str:
-        """All of that; of others that compute the same, the same."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class FunctionClass:
     """Facts of a user's function that are compiled in.  key: of it.  tensors: dtype and dimensions

@@ -56,7 +56,7 @@ KERNELS = KernelSet(
     backward_config="backward.config:BackwardConfig",
     tuned=tuned,
     decode_config="decode.config:E4m3Config",
-    e4m3_config="forward.e4m3.config:E4m3ForwardConfig",
+    e4m3_configs=("forward.e4m3.config:E4m3ForwardConfig",),
     forwards=(
         DECODE.tiles,
         LONG.tiles,

@@ -19,7 +19,8 @@ from ..forward.common import ForwardCommon
 from ..forward.context import ForwardContext, ForwardKernelTensors
 from ..limits import ELEMENT_BYTES, WARP_SIZE
 from ..plan.edges import RingState
-from ..rows.gathered import BLOCK_BYTES, NO_PAGE, PIECE_BYTES, GatheredTile, copy_row
+from ..rows.copied import BLOCK_BYTES, PIECE_BYTES, copy_row
+from ..rows.gathered import NO_PAGE, GatheredTile
 
 BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES
 #: Rows of a warp's copy.

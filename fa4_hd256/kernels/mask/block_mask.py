@@ -77,9 +77,11 @@ class StepList(SharedByReference):
     def first(self) -> ListedTile:
         return ListedTile(self, Int32(0), self.kv_tile(Int32(0)), self.kv_tile(Int32(1)))
 
-    def row(self, half: Int32, row: Int32) -> RowBits:
+    def row(
+        self, half: Int32, row: Int32, words: tuple[Int32 | int, int] = (0, BIT_WORDS)
+    ) -> RowBits:
         """Return what a row sees in the first step, of a list that has one.  half: of the tile's
-        rows, that of a CTA; row: in it, a thread's own.
+        rows, that of a CTA; row: in it, a thread's own; words: (first, number) of the row's bits.
 
         NOTE [numbers of a thread].  All threads read the same numbers.  Where ptxas knows it, it
         moves them to a uniform register as soon as they are loaded, and the warp waits for them in
@@ -87,7 +89,8 @@ class StepList(SharedByReference):
         """
         half += row // MASK_TILE
         numbers = self.bit_tile(Int32(0), half), self.bit_tile(Int32(1), half)
-        return RowBits(self, (half, row), Int32(0), numbers, self.words(numbers[0], row))
+        place = half, row, words
+        return RowBits(self, place, Int32(0), numbers, self.words(numbers[0], row, words))
 
     def bit_tile(self, step: Int32, half: Int32) -> Int32:
         """Return the tile of bits of a step; past the end of the list, that of the last step with
@@ -98,14 +101,20 @@ class StepList(SharedByReference):
         tile = step if self.parts == 1 else step // self.parts
         return cutlass.min(tile + 1, Int32(cute.size(self._steps, mode=[0])) - 1)
 
-    def words(self, number: Int32, row: Int32) -> tuple[Int32, ...]:
-        """The bits of a row, none where there are none."""
+    def words(
+        self, number: Int32, row: Int32, chosen: tuple[Int32 | int, int] = (0, BIT_WORDS)
+    ) -> tuple[Int32, ...]:
+        """The bits of a row, none where there are none.  chosen: (first, number) of their words."""
         if self._bits is None:
             return ()
-        place = self._bits[cutlass.max(number, NOTHING), row, None].iterator.align(ROW_BYTES)
-        words = cute.make_rmem_tensor(BIT_WORDS, Int32)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(BIT_WORDS)), words)
-        return tuple(words[word] for word in range(BIT_WORDS))
+        first, count = chosen
+        place = self._bits[cutlass.max(number, NOTHING), row, None].iterator
+        if count < BIT_WORDS:
+            place += first
+        place = place.align(ROW_BYTES * count // BIT_WORDS)
+        words = cute.make_rmem_tensor(count, Int32)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(count)), words)
+        return tuple(words[word] for word in range(count))
 
 
 class ListedTile(Carried):
@@ -130,21 +139,22 @@ class RowBits:
     def __init__(
         self,
         steps: StepList,
-        place: tuple[Int32, Int32],
+        place: tuple[Int32, Int32, tuple[Int32 | int, int]],
         step: Int32,
         numbers: tuple[Int32, Int32],
         words: tuple[Int32, ...],
     ) -> None:
-        """place: half of the tile's rows, row in it.  numbers: of the tiles of bits of this step
-        and of the next one.  words: of this step."""
+        """place: half of the tile's rows, row in it, words of its bits.  numbers: of the tiles of
+        bits of this step and of the next one.  words: of this step."""
         self._steps, self._place, self._step = steps, place, step
         self._numbers, self._words = numbers, words
 
     def next(self) -> RowBits:
-        half, row = self._place
+        half, row, words = self._place
         step, number = self._step + 1, self._numbers[1]
         numbers = number, self._steps.bit_tile(step + 1, half)
-        return RowBits(self._steps, self._place, step, numbers, self._steps.words(number, row))
+        words = self._steps.words(number, row, words)
+        return RowBits(self._steps, self._place, step, numbers, words)
 
     @property
     def number(self) -> Int32:
@@ -157,7 +167,7 @@ class RowBits:
     @cute.jit
     def apply(self, scores: cute.Tensor) -> None:
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of
-        Float32 of the row, of all keys of the step."""
+        Float32 of the row, of all keys of the step that have words here."""
         if self._numbers[0] != FULL:
             # ptxas cannot execute this under a predicate: it would in every step, for all scores.
             cute.arch.sync_warp()

@@ -30,8 +30,6 @@ from ..operands import BLOCK_COLUMNS, LoadTarget
 from ..plan.edges import SharedByReference
 from .pages import PlacedTile
 
-PIECE_BYTES = 16  # of a lane's copy
-BLOCK_BYTES = 128  # of a row in a block of columns
 #: Page of a row that is not read, and its number.
 NO_PAGE = -1
 #: Rows that TMA gathers at once.
@@ -104,21 +102,6 @@ class GatheredTile(PlacedTile):
     def pairs(self) -> list[tuple[Int32, Int32]]:
         """Return (page, row in it) of each of this lane's rows."""
         return list(zip(self._places[::2], self._places[1::2], strict=True))
-
-
-def copy_row(to: Int32, origin: Int64, size: Int32, blocks: int, stride: int) -> None:
-    """Copy 16 bytes of each block of 128 bytes of a row in global memory, by cp.async (PTX ISA
-    9.7.9.25.3.1).
-
-    to, origin: of the first, in shared and in global memory.  stride: between blocks in shared
-    memory.  size: bytes that are read, 16, or 0 where zeros are written.
-    """
-    for block in range(blocks):
-        cute.arch.inline_ptx(
-            f"cp.async.cg.shared.global [{{$r0}}+{block * stride}], "
-            f"[{{$r1}}+{block * BLOCK_BYTES}], {PIECE_BYTES}, {{$r2}};",
-            read_only_args=[to, origin, size],
-        )
 
 
 class GatherTensor(NamedTuple):

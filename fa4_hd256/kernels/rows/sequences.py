@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..limits import HEAD_DIM, WARP_SIZE
+from ..limits import HEAD_DIM
 from ..plan.edges import SharedByReference
 
 #: The rows of each sequence begin at a multiple of this in tensors with padded rows: the query rows
@@ -151,7 +151,7 @@ class Sequences(SharedByReference):
 
     def padded_query_offset(self, batch: Int32) -> Int32:
         """Return the first row of a batch entry in tensors with padded query rows (see
-        `padded_rows`)."""
+        `run.backward_arguments.padded_rows`)."""
         cu_seqlens = self.tensors.cu_seqlens_q
         if cutlass.const_expr(cu_seqlens is None):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
@@ -195,19 +195,6 @@ class _OneSequence(Sequences):
 
     def padded_query_offset(self, batch: Int32) -> Int32:
         return self.padded_offset
-
-
-def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
-    """Rows of a tensor in which every query sequence begins at a multiple of `PADDING` rows and
-    may be written up to one.
-
-    num_rows: of the whole batch if packed, else of each sequence.  Sequence b of a packed batch
-    begins at (cu_seqlens_q[b] + b * PADDING) rounded down to PADDING: one block more for each
-    sequence makes room for its rest, and the host need not know any length.
-    """
-    if packed:
-        num_rows, num_sequences = num_rows + num_sequences * PADDING, 1
-    return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
 def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
@@ -306,9 +293,6 @@ def clipped_box(
     return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))
 
 
-LANE_COLUMNS = HEAD_DIM // WARP_SIZE  # of a row that a warp works on: 16 bytes of a 16-bit type
-
-
 def by_sequence(
     tensor: cute.Tensor, alignment: int | None = None, columns: int = HEAD_DIM
 ) -> cute.Tensor:
@@ -348,17 +332,6 @@ def by_packed_heads(tensor: cute.Tensor, packed: int, rows: int) -> cute.Tensor:
 def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:
     """`columns` consecutive elements of a row; start: a multiple of them."""
     return cute.logical_divide(row, cute.make_layout(columns))[None, start // columns]
-
-
-def lane_columns(row: cute.Tensor, lane: Any) -> cute.Tensor:
-    return cute.logical_divide(row, cute.make_layout(LANE_COLUMNS))[None, lane]
-
-
-def load_lane_columns(row: cute.Tensor, lane: Any) -> cute.Tensor:
-    """A lane's columns of a row of 256 in global memory, in registers."""
-    values = cute.make_rmem_tensor(LANE_COLUMNS, row.element_type)
-    cute.autovec_copy(lane_columns(row, lane), values)
-    return values
 
 
 def scale_of(scales: cute.Tensor, entry: Int32, head: Int32) -> Float32:

@@ -26,14 +26,8 @@ from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_codes import quantized
 from ..nvfp4_format import NVFP4, NVFP4_BLOCK
 from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
-from ..rows.sequences import (
-    LANE_COLUMNS,
-    by_sequence,
-    columns_of,
-    lane_columns,
-    load_lane_columns,
-    scale_of,
-)
+from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
+from ..rows.sequences import by_sequence, columns_of, scale_of
 
 #: Lanes that have a block of NVFP4.
 BLOCK_LANES = NVFP4_BLOCK // LANE_COLUMNS

@@ -35,16 +35,14 @@ from cutlass import Float32, Int32
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
 from ..problem_class import GATE_OF_HEADS
+from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, row_of_gate, sigmoid
 from ..rows.sequences import (
-    LANE_COLUMNS,
     PADDING,
     Sequence,
     Sequences,
     SequenceTensors,
     by_sequence,
-    lane_columns,
-    load_lane_columns,
 )
 
 LOG2_E = math.log2(math.e)

@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
-from ..rows.sequences import LANE_COLUMNS, by_sequence, lane_columns, load_lane_columns
+from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
+from ..rows.sequences import by_sequence
 
 
 @dataclass(frozen=True)

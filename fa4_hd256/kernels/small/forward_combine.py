@@ -35,9 +35,10 @@ from cutlass.memory import SmemAllocator
 
 from ...softmax_emu.exp2 import exp2_row_factor
 from ..limits import FLOAT_BYTES, WARP_SIZE
+from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate
 from ..rows.part_list import PartList
-from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
+from ..rows.sequences import by_sequence, columns_of
 from .combine_config import CombineClass, CombineConfig
 
 LOG2_E = math.log2(math.e)

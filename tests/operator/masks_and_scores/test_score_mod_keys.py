@@ -26,19 +26,14 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.functions import meaning
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.functions.kernel_functions import (
-    ALIBI,
-    MASK_MOD,
-    SCORE_MOD,
-    check_unchanged,
-)
+from fa4_hd256.kernels.functions.kernel_functions import ALIBI, MASK_MOD, SCORE_MOD
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile, keys
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.kernel_names import kernel_named, name_of
-from fa4_hd256.run.tracing import trace_and_compile
+from fa4_hd256.run.tracing import check_unchanged, trace_and_compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 BOUND = 2.0

@@ -330,7 +330,7 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
         ("fa4_hd256/kernels/blackwell/forward/output.py", "cute.arch", "cute.another"),
         ("fa4_hd256/run/argument_types.py", "range(3)", "range(4)"),
-        ("fa4_hd256/schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
+        ("fa4_hd256/schedulers/coordinates.py", "divmod(first + in", "divmod(first - in"),
         ("fa4_hd256/softmax_emu/pattern.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
 )

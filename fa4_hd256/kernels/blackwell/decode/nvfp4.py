@@ -28,7 +28,8 @@ from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingState, RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
-from ...rows.sequences import columns_of, lane_columns
+from ...rows.lanes import lane_columns
+from ...rows.sequences import columns_of
 from ..instructions import (
     Mma,
     MmaShape,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
 
 from ....softmax_emu.online import ARITHMETICS
-from ....softmax_emu.pattern import Ex2Pattern
+from ....softmax_emu.pattern import FRAGMENT_COLUMNS, Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_threshold
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...plan.budgets import (
+    WARPS_PER_WARPGROUP,
     SmemPlan,
     SmemRegion,
     TmemPlan,
@@ -32,13 +31,8 @@ from ..pair_plan import (
 # Bytes of a row of an operand that one slice of an MMA multiplies (`instructions.mma_chain`).
 SLICE_BYTES = 32
 
-#: The halves of P, each handed over by itself -> (first, end) of their keys of a step.
-P_HALVES = {"p_first": (0, 64), "p_last": (64, 128)}
-
-#: P in e4m3 is 2^P_LOG2 times as large: NOTE [range of P] in `e4m3`.
-P_LOG2 = 4.0
-#: The most that the exponents of P may grow by before O is rescaled, in 16 bits and in e4m3.
-LARGEST_THRESHOLD, LARGEST_E4M3_THRESHOLD = 15, 4
+#: The halves of P, each handed over by itself: of the keys of each warpgroup of the softmax.
+P_HALVES = ("p_first", "p_last")
 
 #: Costs by the timing model (lab/notes.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
@@ -54,22 +48,13 @@ TILES = ForwardTiles(
     launch_steps=4,
 )
 
-#: The same with q, k and v in e4m3.
-E4M3_TILES = replace(
-    TILES,
-    step_seconds=0.9e-6,
-    kind="forward_e4m3",
-    kv_dtype=torch.float8_e4m3fn,
-    q_dtype=torch.float8_e4m3fn,
-)
-
 
 @dataclass(frozen=True)
 class ForwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA.
 
-    The first warpgroup is the softmax, the second the correction, the third holds one warp each
-    of the other roles.
+    The first warpgroup is the softmax, or the first two (`two_groups`), the next one the
+    correction, the last one holds one warp each of the other roles.
     """
 
     softmax: tuple[int, ...] = (0, 1, 2, 3)
@@ -82,11 +67,13 @@ class ForwardWarpPlan(WarpPlan):
     registers_correction: int = 176
     registers_other: int = 104
 
-    warpgroups = (
-        ("softmax", "registers_softmax"),
-        ("correction", "registers_correction"),
-        ("the other roles", "registers_other"),
-    )
+    @property
+    def warpgroups(self) -> tuple[tuple[str, str], ...]:
+        return (
+            *[("softmax", "registers_softmax")] * (len(self.softmax) // WARPS_PER_WARPGROUP),
+            ("correction", "registers_correction"),
+            ("the other roles", "registers_other"),
+        )
 
     @property
     def scheduled_warps(self) -> int:
@@ -103,7 +90,6 @@ class ForwardConfig:
     kv_stages: buffers of the ring that K and V tiles share.
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
-    is_e4m3: Q, K, V and P are e4m3 (`e4m3`, `E4M3_CONFIG`), not of 16 bits.
 
     The rest is there to be compared with (`python -m lab ladder`):
     s_stages: S buffers.  With two, QK of the following step is issued before PV of this one, also
@@ -122,13 +108,16 @@ class ForwardConfig:
     s_stages: int = 2
     arithmetic: str = "packed"
     ordered_tiles: bool = True
-    is_e4m3: bool = False
 
+    is_e4m3 = False  # Q, K, V and P are of 16 bits, or e4m3 (`e4m3_config`)
+    softmax_groups = 1  # warpgroups of the softmax, which share the keys of a step
+    largest_threshold = 15, "float16"  # of `rescale_threshold`, and the dtype that sets it
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = BLOCK_Q
     block_kv = BLOCK_KV
     scale_stages = 2
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
+    o_columns = 64  # columns of O that a correction thread rounds at a time
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,10 +127,12 @@ class ForwardConfig:
                 "Q buffer while the next tile's Q arrives in the other"
             )
         check_ring("kv_stages", self.kv_stages)
-        if self.is_e4m3:
-            check_threshold(self.rescale_threshold, LARGEST_E4M3_THRESHOLD, "e4m3, times 2^4")
-        else:
-            check_threshold(self.rescale_threshold, LARGEST_THRESHOLD)
+        check_threshold(self.rescale_threshold, *self.largest_threshold)
+        if len(self.warps.softmax) != self.softmax_groups * WARPS_PER_WARPGROUP:
+            raise ValueError(
+                f"warps.softmax has {len(self.warps.softmax)} warps; accepted are 4 in 16 bits, "
+                "and 8 in e4m3, where two warpgroups share the keys of a step (`TWO_GROUPS`)"
+            )
         if self.s_stages not in (1, 2):
             raise ValueError(
                 f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
@@ -155,7 +146,7 @@ class ForwardConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        return E4M3_TILES if self.is_e4m3 else TILES
+        return TILES
 
     @property
     def element_bytes(self) -> int:
@@ -171,6 +162,34 @@ class ForwardConfig:
     def mma_k(self) -> int:
         """Elements of an operand's row that one slice of an MMA multiplies."""
         return SLICE_BYTES // self.element_bytes
+
+    @property
+    def softmax_columns(self) -> int:
+        """Keys of a step that a softmax thread has."""
+        return self.block_kv // self.softmax_groups
+
+    @property
+    def fragment_columns(self) -> int:
+        """Columns that a softmax thread works on at a time: a quarter of its keys of a step."""
+        return FRAGMENT_COLUMNS // self.softmax_groups
+
+    @property
+    def p_keys(self) -> dict[str, tuple[range, ...]]:
+        """The keys of each half of P, a range for each warpgroup of the softmax."""
+        columns, half = self.softmax_columns, self.softmax_columns // len(P_HALVES)
+        starts = range(0, self.block_kv, columns)
+        return {
+            name: tuple(range(start + i * half, start + (i + 1) * half) for start in starts)
+            for i, name in enumerate(P_HALVES)
+        }
+
+    @property
+    def p_slices(self) -> dict[str, tuple[int, ...]]:
+        """The slices of PV of each half of P."""
+        return {
+            name: tuple(key // self.mma_k for keys in ranges for key in keys[:: self.mma_k])
+            for name, ranges in self.p_keys.items()
+        }
 
     @property
     def tile_q(self) -> int:
@@ -267,8 +286,9 @@ class ForwardConfig:
                 Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
                 *(
                     Edge(f"{half}_done", self.s_stages, pair, "softmax", softmax, "mma",
-                         f"P of keys {first} to {end - 1} in TMEM, over its S")
-                    for half, (first, end) in P_HALVES.items()
+                         f"P of keys {' and '.join(f'{k[0]} to {k[-1]}' for k in keys)} in TMEM, "
+                         "over its S")
+                    for half, keys in self.p_keys.items()
                 ),
                 Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
                 Edge("o_free", 1, pair, "correction", correction, "mma",
@@ -290,8 +310,3 @@ class ForwardConfig:
             f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-
-
-#: The default configuration for q, k and v in e4m3, but for its exp2 mix.  K and V take half of the
-#: bytes, so that as many bytes are on their way as in 16 bits.
-E4M3_CONFIG = ForwardConfig(kv_stages=6, rescale_threshold=4.0, is_e4m3=True)

@@ -28,7 +28,8 @@ class BlackwellForwardContext(ForwardContext, PairContext):
     same), where O is staged; "k" (block_kv / 2, 256, kv_stages), this CTA's keys; "v" (block_kv,
     128, kv_stages), this CTA's columns, in the same memory as "k"; each with half of the columns
     for e4m3, but for "o"; "scale" (block_q, scale_stages) float32, the factor by
-    which the correction warps rescale a row of O, after the last step 1 / the row's sum.
+    which the correction warps rescale a row of O, after the last step 1 / the row's sum;
+    "exchange" (block_q, 2) float32, where the softmax has two warpgroups.
     """
 
 
@@ -112,14 +113,21 @@ def tensors_of(
 
 def buffers_in(memory: SharedMemory, config: ForwardConfig) -> dict[str, cute.Tensor]:
     """Return the buffers of a CTA: `BlackwellForwardContext`."""
-    scale_layout = cute.make_layout((config.block_q, config.scale_stages))
+    rows = {"scale": config.scale_stages}
+    if config.softmax_groups > 1:
+        rows["exchange"] = config.softmax_groups
     staged = memory.operand("q", config.block_q, HEAD_DIM, config.q_stages)
     return {
         "q": _first_columns(staged, config.columns),
         "o": staged,
         "k": memory.operand("kv", config.block_kv // 2, config.columns, config.kv_stages),
         "v": memory.operand("kv", config.block_kv, config.columns // 2, config.kv_stages),
-        "scale": cute.make_tensor(memory.region("scale", Float32, 16), scale_layout),
+        **{
+            name: cute.make_tensor(
+                memory.region(name, Float32, 16), cute.make_layout((config.block_q, stages))
+            )
+            for name, stages in rows.items()
+        },
     }
 
 

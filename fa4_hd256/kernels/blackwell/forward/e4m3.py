@@ -2,7 +2,8 @@
 
 Both MMAs are kind::f8f6f4, K = 32 elements, 32 bytes as in 16 bits.  V is MN-major: its rows lie as
 they are in global memory.  A step takes half of the tensor core's time, and half of the bytes of K
-and V.  All else, the order of the MMAs among it, is the kernel's of 16 bits.
+and V.  The softmax has two warpgroups (`two_groups`).  All else, the order of the MMAs among it, is
+the kernel's of 16 bits.
 
 NOTE [Q below O].  A tile's O, of 16 bits, is staged where its Q was (`output`, NOTE [O leaves
 through Q]) and has twice the bytes: a Q buffer has room for O, and Q lies in its first half.
@@ -27,9 +28,10 @@ from dataclasses import replace
 from typing import Any
 
 from ....schedulers.protocol import WorkTile
-from .config import P_LOG2
 from .context import BlackwellForwardContext
+from .e4m3_config import P_LOG2
 from .kernel import ForwardKernel
+from .two_groups import GroupScores
 
 
 class ForwardE4m3Kernel(ForwardKernel):
@@ -37,6 +39,7 @@ class ForwardE4m3Kernel(ForwardKernel):
 
     q_bytes = kv_bytes = 1
     p_log2 = P_LOG2
+    scores_class = GroupScores
 
     def with_scales(self, context: BlackwellForwardContext, work: WorkTile) -> Any:
         """Return the context with the scale of a tile's scores: NOTE [scales of a tile]."""

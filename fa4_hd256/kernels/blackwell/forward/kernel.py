@@ -41,7 +41,6 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ....softmax_emu.pattern import FRAGMENT_COLUMNS
 from ...context import CLAIM_STEPS, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
@@ -63,7 +62,7 @@ from ..instructions import (
 )
 from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply, tmem_buffer, tmem_store
-from .config import P_HALVES, ForwardConfig
+from .config import ForwardConfig
 from .context import (
     BlackwellForwardContext,
     CorrectionRings,
@@ -74,7 +73,7 @@ from .context import (
     buffers_in,
     tensors_of,
 )
-from .output import load_columns, output_slices, rescale, store_zeros
+from .output import load_columns, output_slices, rescale, store_rounded, store_zeros
 from .scores import RangeMask, StepScores, hand_over
 
 #: A KV tile: its number, or where its rows lie.
@@ -90,6 +89,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     """
 
     context_class = BlackwellForwardContext
+    scores_class = StepScores
     #: P is 2^p_log2 times as large: `OnlineSoftmax.create`.
     p_log2 = 0.0
 
@@ -114,9 +114,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
         pv = shape(config.tile_q, HEAD_DIM, b_mn_major=True)
         p = TmemOperand.contiguous(config.block_kv * config.element_bytes // ELEMENT_BYTES)
         v = mn_major_operand(config.block_kv, config.mma_k)
-        halves = [(first // config.mma_k, end // config.mma_k) for first, end in P_HALVES.values()]
-        self.pv0, self.pv1 = (Mma(pv, p.slices(*part), v.slices(*part)) for part in halves)
-        self.scores = StepScores(self.functions, config.block_kv, self.lists_steps)
+        self.pv0, self.pv1 = (Mma(pv, p.slices(s), v.slices(s)) for s in config.p_slices.values())
+        self.scores = self.scores_class(config, self.functions, self.lists_steps)
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
@@ -403,9 +402,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
     @cute.jit
     def softmax(self, context: BlackwellForwardContext):
         """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
-        rings = SoftmaxRings.waiting(self.edges, "s_done", "scale_free")
+        rings = self.scores.rings()
         softmax = self._softmax(context)
-        row_in_block = cute.arch.thread_idx()[0]
+        row_in_block = self.scores.row()
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -418,13 +417,13 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 num_steps, softmax, rings = steps(tile_context, row, softmax, rings)
             else:
                 num_steps, softmax, rings = steps(context, row, softmax, rings)
+            self.scores.join_sums(context, softmax, rings)
             inverse, lse = softmax.finish(self.sink_log2(context, work, head))
             if cutlass.const_expr(tile_context is not None):
                 inverse = inverse * context.value_descale(work)
             if num_steps > 0:
                 rings = self._send_scale(context, inverse, rings)
-            # Rows that a negative bound hides are stored, too.
-            if query < context.query(work).length:
+            if self.scores.sends(query < context.query(work).length):
                 self.store_lse(context, work, (query, head), softmax, lse)
             work = scheduler.advance_to_next_work()
         context.barriers["scale_free"].wait_for_all(rings.scale)
@@ -493,7 +492,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         softmax.reset()
         if num_steps > 0:
             context.barriers["scale_free"].wait(rings.scale)
-            bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
+            bits = self.scores.bits(context, steps)
             for _ in cutlass.range(num_steps, unroll=1):
                 key = Int32(0)
                 if cutlass.const_expr(self.functions.asks_places):
@@ -516,17 +515,16 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
         key: its first one.  mask: see `StepScores.load`; bits are returned for the next step.
         """
-        barriers, columns = context.barriers, self.config.block_kv
+        barriers, size = context.barriers, self.config.fragment_columns
         barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
-        # P lies over S: two 16-bit values per column, or four e4m3, in columns that they came from.
-        address = context.warp_lanes + (self.tmem_plan["s0"].start + rings.s.index * columns)
-        scores = self.scores.load(context, address, row, key, mask)
-        factor = softmax.update_max(scores)
+        s, address, key = self.scores.places(context, rings, key)
+        scores = self.scores.load(context, s, row, key, mask)
+        factor = self.scores.update_max(context, softmax, scores, rings)
         rings = self._send_scale(context, factor, rings)
-        num_fragments = columns // FRAGMENT_COLUMNS
-        p_columns = FRAGMENT_COLUMNS * self.config.element_bytes // FLOAT_BYTES
-        fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
+        num_fragments = self.config.softmax_columns // size
+        p_columns = size * self.config.element_bytes // FLOAT_BYTES
+        fragments = cute.logical_divide(scores, cute.make_layout(size))
         for fragment in cutlass.range_constexpr(num_fragments):
             probabilities = cute.make_rmem_tensor(p_columns, Float32)
             softmax.exponentiate(fragments[None, fragment], probabilities, fragment, num_fragments)
@@ -541,16 +539,19 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 # Or ptxas moves the arrival behind the stores that follow.
                 cute.arch.sync_warp()
             tmem_store(probabilities, address + fragment * p_columns)
+            if cutlass.const_expr(self.scores.sums_fragments):
+                softmax.accumulate_sum(fragments[None, fragment])
         hand_over(barriers["p_last_done"], rings.s)
-        # Off the critical path: the tensor core already works on P.
-        softmax.accumulate_sum(scores)
+        if cutlass.const_expr(not self.scores.sums_fragments):
+            # Off the critical path: the tensor core already works on P.
+            softmax.accumulate_sum(scores)
         rings.s.advance()
         return softmax, rings, mask
 
     @cute.jit
     def _send_scale(self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings):
         """Hand a value per row to the correction thread of the same row."""
-        context.smem["scale"][cute.arch.thread_idx()[0], rings.scale.index] = value
+        self.scores.write_scale(context, value, rings)
         context.barriers["scale_done"].arrive(rings.scale)
         rings.scale.advance()
         return rings
@@ -650,9 +651,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 if is_row:
                     cute.autovec_copy(values, slices[None, piece])
             else:
-                rounded = cute.make_rmem_tensor(config.o_slice, self.dtype)
-                rounded.store(values.load().to(self.dtype))
-                cute.autovec_copy(rounded, slices[row, (None, piece)])
+                store_rounded(values, slices[row, (None, piece)], config.o_columns)
                 # The TMA store reads through the async proxy what was written here.
                 cute.arch.fence_view_async_shared()
             barriers["o_staged"].arrive(rings.staged)

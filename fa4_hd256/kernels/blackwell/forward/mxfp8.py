@@ -13,7 +13,7 @@ QK(i + 2), which writes S there, is issued after both, as it is for P's sake (`k
 P share columns]).  S(i) is read while PV(i - 1) runs, so that QK(i + 1) seldom waits for it.
 
 NOTE [scales of P].  P is rounded as it is in e4m3, with scales of 1, in each lane the same word.
-So the softmax stores them, in place of a copy.
+So the softmax stores them, in place of a copy, each of its groups two of the four columns.
 
 NOTE [tiles of packed sequences].  Each sequence begins with an atom of its own: before it there are
 ceil(length / 128) tiles for each one.  The load warp counts them once a tile, a lane a sequence.
@@ -33,6 +33,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers.protocol import WorkTile
+from ....softmax_emu.online import OnlineSoftmax
 from ...block_scales import ATOM_BYTES, ATOMS
 from ...forward.context import ForwardKernelTensors
 from ...limits import FLOAT_BYTES, WARP_SIZE
@@ -44,11 +45,11 @@ from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..pair_plan import BLOCK_KV
 from ..scaled_mma import ScaledMma, copy_scales
 from ..tmem import tmem_buffer, tmem_store
-from .config import P_LOG2
-from .context import BlackwellForwardContext, LoadRings, MmaRings, ScoreRow
+from .context import BlackwellForwardContext, LoadRings, MmaRings, ScoreRow, SoftmaxRings
+from .e4m3_config import P_LOG2
 from .kernel import ForwardKernel, KvTile
 from .mxfp8_config import SCALE_ALIGNMENT, SCALE_COLUMNS, Mxfp8Config
-from .scores import StepScores
+from .two_groups import GROUPS, GroupScores, softmax_group
 
 #: Four scales of 1, E8M0.
 ONES = 0x7F7F7F7F
@@ -107,7 +108,7 @@ class Mxfp8MmaRings(MmaRings):
 
 
 @dataclass(frozen=True)
-class ReadScores(StepScores):
+class ReadScores(GroupScores):
     """Maker of scores that hands over the columns of S once it is in registers."""
 
     def load(
@@ -118,18 +119,31 @@ class ReadScores(StepScores):
         key: Int32,
         mask: Any,
     ) -> Any:
-        """Return the row's scores, and store the scales of P where they lay."""
-        scores = StepScores.load(self, context, address, row, key, mask)
+        """Return the row's scores, and say that scales may lie over S."""
+        scores = GroupScores.load(self, context, address, row, key, mask)
         read = context.barriers["s_read"]
         fence_before_thread_sync()
         read.arrive(read.edge.producer_state(), is_converged=True)
         # Or ptxas moves the arrival behind the maximum.
         cute.arch.sync_warp()
-        first, columns = SCALE_COLUMNS["p"]
-        words = cute.make_rmem_tensor(columns, Int32)
-        words.fill(ONES)
-        tmem_store(cute.recast_tensor(words, Float32), address + first)
         return scores
+
+    def update_max(
+        self,
+        context: BlackwellForwardContext,
+        softmax: OnlineSoftmax,
+        scores: cute.Tensor,
+        rings: SoftmaxRings,
+    ) -> Float32:
+        """Return the factor of the base, and store this group's half of the scales of P: both have
+        read S."""
+        factor = super().update_max(context, softmax, scores, rings)
+        words = cute.make_rmem_tensor(SCALE_COLUMNS["p"][1] // GROUPS, Int32)
+        words.fill(ONES)
+        start, distance = self.config.tmem.buffers("p_scales", self.config.s_stages)
+        place = start + rings.s.index * distance + softmax_group() * cute.size(words)
+        tmem_store(cute.recast_tensor(words, Float32), context.warp_lanes + place)
+        return factor
 
 
 class ForwardMxfp8Kernel(ForwardKernel):
@@ -138,13 +152,15 @@ class ForwardMxfp8Kernel(ForwardKernel):
     context_class = Mxfp8Context
     q_bytes = kv_bytes = 1
     p_log2 = P_LOG2
+    scores_class = ReadScores
 
     def __init__(self, config: Mxfp8Config, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
-        of_first = len(self.pv0.b.step_bytes)
-        self.scaled_qk, self.scaled_pv0 = ScaledMma.of(self.qk), ScaledMma.of(self.pv0)
-        self.scaled_pv1 = ScaledMma.of(self.pv1, of_first)
-        self.scores = ReadScores(self.functions, config.block_kv, self.lists_steps)
+        self.scaled_qk = ScaledMma.of(self.qk)
+        self.scaled_pv0, self.scaled_pv1 = (
+            ScaledMma.of(mma, numbers)
+            for mma, numbers in zip((self.pv0, self.pv1), config.p_slices.values(), strict=True)
+        )
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any

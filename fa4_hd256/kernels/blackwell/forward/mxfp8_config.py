@@ -9,7 +9,7 @@ from ...forward.tiles import ForwardTiles
 from ...plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from ...plan.edges import Edge, EdgeTable, Signal
 from ..pair_plan import CTAS
-from .config import E4M3_TILES, ForwardConfig
+from .e4m3_config import E4M3_TILES, E4m3ForwardConfig
 
 #: Those of e4m3; blocks begin where a tensor does, so all tiles are of one launch.
 MXFP8_TILES = replace(E4M3_TILES, kind="forward_mxfp8", launch_steps=None)
@@ -22,23 +22,21 @@ SCALE_COLUMNS = {"q": (32, 8), "k": (40, 8), "p": (64, 4), "v": (72, 8)}
 
 
 @dataclass(frozen=True)
-class Mxfp8Config(ForwardConfig):
+class Mxfp8Config(E4m3ForwardConfig):
     """The configuration of e4m3 with buffers of scales, which take the place of one of K and V.
 
     block: elements that have a scale together.
     """
 
     kv_stages: int = 5
-    rescale_threshold: float = 4.0
-    is_e4m3: bool = True
     block: int = SCALE_BLOCK
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.is_e4m3, self.s_stages, self.block
-        if given != (True, 2, SCALE_BLOCK):
+        given = self.s_stages, self.block
+        if given != (2, SCALE_BLOCK):
             raise ValueError(
-                f"is_e4m3, s_stages and block are {given}; accepted for mxfp8: True, 2, since "
+                f"s_stages and block are {given}; accepted for mxfp8: 2, since "
                 f"scales lie over the S that QK does not write, and {SCALE_BLOCK}"
             )
 

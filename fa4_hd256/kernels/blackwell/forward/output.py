@@ -43,6 +43,15 @@ def rescale(address: Int32, factor: Float32) -> None:
     fence_before_thread_sync()
 
 
+def store_rounded(values: cute.Tensor, row: cute.Tensor, columns: int) -> None:
+    """Store a thread's columns of O to a row in shared memory, so many rounded at a time."""
+    own, to = (cute.logical_divide(one, cute.make_layout(columns)) for one in (values, row))
+    for part in range(cute.size(values) // columns):
+        rounded = cute.make_rmem_tensor(columns, row.element_type)
+        rounded.store(own[None, part].load().to(row.element_type))
+        cute.autovec_copy(rounded, to[None, part])
+
+
 @cute.jit
 def store_zeros(row: cute.Tensor):
     """Set a row of `out` in global memory to 0."""

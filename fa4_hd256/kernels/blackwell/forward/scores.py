@@ -10,17 +10,20 @@ over by then, stands between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
+from ....softmax_emu.online import OnlineSoftmax
 from ...functions.kernel_functions import KernelFunctions, ScorePlaces, times_asked
+from ...mask.block_mask import RowBits, StepList
 from ...plan.edges import Barrier, RingState
 from ..instructions import fence_before_thread_sync
 from ..tmem import tmem_load
-from .context import BlackwellForwardContext, ScoreRow
+from .config import ForwardConfig
+from .context import BlackwellForwardContext, ScoreRow, SoftmaxRings
 
 #: Columns that one tcgen05.ld moves: many, since each load of O shows its latency, and of several
 #: loads of S ptxas may move the last ones behind first uses.
@@ -38,14 +41,65 @@ class RangeMask(NamedTuple):
 
 @dataclass(frozen=True)
 class StepScores:
-    """Maker of the scores of one row, a softmax thread's, in a step.
+    """Maker of the scores of a softmax thread in a step: of one row, all keys; `two_groups` has the
+    form in which two threads share a row.
 
-    functions: of the call.  columns: keys of a step.  are_listed: a block mask names the steps.
+    config: of the kernel.  functions: of the call.  are_listed: a block mask names the steps.
     """
 
+    config: ForwardConfig
     functions: KernelFunctions
-    columns: int
     are_listed: bool
+
+    #: Each fragment is summed up behind its store, or all of a step behind P.
+    sums_fragments: ClassVar[bool] = False
+
+    def row(self) -> Int32:
+        """Return the thread's row in its CTA's half of a tile."""
+        return cute.arch.thread_idx()[0]
+
+    def rings(self) -> SoftmaxRings:
+        return SoftmaxRings.waiting(self.config.edges, "s_done", "scale_free")
+
+    def bits(self, context: BlackwellForwardContext, steps: StepList) -> RowBits:
+        """Return the bits of a block mask of the thread's keys in the first step."""
+        return steps.row(context.cta_rank, self.row())
+
+    def places(
+        self, context: BlackwellForwardContext, rings: SoftmaxRings, key: Int32
+    ) -> tuple[Int32, Int32, Int32]:
+        """Return (where the thread's scores lie, where its P goes, its first key).  key: the first
+        one of the step.
+        P lies over S: two 16-bit values per column, or four e4m3, in columns that they came from.
+        """
+        s = self.config.tmem["s0"].start + rings.s.index * self.config.block_kv
+        address = context.warp_lanes + s
+        return address, address, key
+
+    def update_max(
+        self,
+        context: BlackwellForwardContext,
+        softmax: OnlineSoftmax,
+        scores: cute.Tensor,
+        rings: SoftmaxRings,
+    ) -> Float32:
+        """Take a step's scores into the row's maximum; return the factor of O."""
+        return softmax.update_max(scores)
+
+    def join_sums(
+        self, context: BlackwellForwardContext, softmax: OnlineSoftmax, rings: SoftmaxRings
+    ) -> None:
+        """Make the thread's sum that of all keys of its row, behind a tile's last step."""
+
+    def sends(self, is_row: Boolean) -> Boolean:
+        """Return True if the thread stores its row's LSE.  is_row: it exists, hidden or not."""
+        return is_row
+
+    def write_scale(
+        self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings
+    ) -> None:
+        """Write a value for the correction thread of the same row."""
+        context.smem["scale"][self.row(), rings.scale.index] = value
 
     @cute.jit
     def load(
@@ -58,11 +112,11 @@ class StepScores:
     ):
         """Return the row's scores, -inf where it does not see the key.
 
-        address: of the warp's rows of S.  key: the first one of the step.  mask: `RangeMask`; in a
-        listed step `RowBits`; None in a step whose keys the row sees all.
+        address, key: of `places`.  mask: `RangeMask`; in a listed step `RowBits`; None in a step
+        whose keys the row sees all.
         """
         functions = self.functions
-        scores = cute.make_rmem_tensor(self.columns, Float32)
+        scores = cute.make_rmem_tensor(self.config.softmax_columns, Float32)
         tmem_load(address, scores, LOAD_COLUMNS)
         cute.arch.fence_view_async_tmem_load()
         if cutlass.const_expr(functions.change.exists):
@@ -73,7 +127,7 @@ class StepScores:
         elif cutlass.const_expr(self.are_listed):
             mask.apply(scores)
         elif cutlass.const_expr(mask is not None):
-            visibility = context.visibility(row.work, self.columns)
+            visibility = context.visibility(row.work, self.config.softmax_columns)
             visibility.apply(scores, row.query, key, nodes=mask.nodes)
         return scores
 

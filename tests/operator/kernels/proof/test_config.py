@@ -13,6 +13,7 @@ from fa4_hd256.call import named_configs
 from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan, DvPlan
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWarpPlan
+from fa4_hd256.kernels.blackwell.forward.e4m3_config import TWO_GROUPS, E4m3ForwardConfig
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
 from fa4_hd256.kernels.plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
@@ -50,11 +51,26 @@ def test_tmem_is_used_completely():
         ({"rescale_threshold": -1.0}, "0 to 15"),
         ({"s_stages": 3}, "1 and 2"),
         ({"arithmetic": "fp64"}, "plain, folded, packed"),
+        ({"warps": TWO_GROUPS}, "has 8 warps; accepted are 4 in 16 bits, and 8 in e4m3"),
     ],
 )
 def test_what_the_configuration_refuses(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         ForwardConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"ex2_pattern": Ex2Pattern(32, 4)}, "ex2_emu_freq 32; accepted in e4m3 are 0 to 16"),
+        ({"warps": ForwardWarpPlan()}, "has 4 warps; accepted are 4 in 16 bits, and 8 in e4m3"),
+        ({"rescale_threshold": 5.0}, "0 to 4"),
+        ({"is_e4m3": False}, "is_e4m3 is False; accepted here: True"),
+    ],
+)
+def test_what_the_configuration_of_e4m3_refuses(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        E4m3ForwardConfig(**options)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +107,12 @@ def test_names_say_everything(config):
     kind = type(config)
     named_configs.decode.cache_clear()
     assert named_configs.decode(named_configs.encode(config, kind), kind) == config
+
+
+def test_names_say_of_which_class_a_configuration_is():
+    kinds = KERNELS.configs("forward")
+    for kind in kinds:
+        assert named_configs.decode(named_configs.encode(kind(), *kinds), *kinds) == kind()
 
 
 @pytest.mark.parametrize("equal", [
