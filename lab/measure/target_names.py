@@ -26,7 +26,7 @@ _BACKWARDS = (
 
 def _names() -> Iterator[str]:
     for scheduler in ("static", "dynamic"):
-        for case in (*_FORWARDS, "e4m3", "causal", "64 rows", "64 rows, e4m3"):
+        for case in (*_FORWARDS, "e4m3", "mxfp8", "causal", "64 rows", "64 rows, e4m3"):
             yield f"forward, {case}, {scheduler}"
         for case in (*_BACKWARDS, "dK/dV, varlen, causal"):
             yield f"{case}, {scheduler}"
