@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
-from bench.bringup.stages import choices, kernels
+from bench.bringup.stages import choices, graph, kernels
 
 #: Calls, or replays of a graph of one call: on a GPU, and in the simulator.
 ON_GPU, IN_SIMULATOR = 10_000, 1
@@ -84,21 +84,15 @@ def _results(inputs: Any, call: kernels.Call, use_clc: bool) -> Any:
 
 
 def _replay(inputs: Any, call: kernels.Call) -> Callable[[], Any]:
-    """Return a replay of a graph of the call under the dynamic scheduler."""
-    import torch
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        _results(inputs, call, use_clc=True)  # compiles
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _results(inputs, call, use_clc=True)
+    """Return a replay of a graph of the call under the dynamic scheduler. It writes over zeros, or
+    results of the replay before would stand for those that it leaves out."""
+    captured_graph, results = graph.capture(lambda: _results(inputs, call, use_clc=True))
 
     def replay() -> Any:
-        graph.replay()
-        return captured
+        for tensor in results:
+            tensor.zero_()
+        captured_graph.replay()
+        return results
 
     return replay
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import kernels
@@ -43,15 +44,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
             return out, lse
         return (out, lse, *torch.autograd.grad(out, inputs, dout))
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        # Compiles, and lets allocator and autograd settle before the capture.
-        work()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = work()
+    graph, captured = capture(work)
     with torch.no_grad():
         for tensor in inputs:
             tensor.mul_(0.75).add_(0.125)
@@ -69,3 +62,19 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
                 "failed", f"replay {turn}: other bits in " + ", ".join(names[i] for i in wrong)
             )
     return Outcome("passed", f"{len(wanted)} results, the same bits in two replays")
+
+
+def capture(work: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return (graph of a call, its results), which a replay writes."""
+    import torch
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        # Compiles, and lets allocator and autograd settle before the capture.
+        work()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    return graph, captured
