@@ -9,10 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench import suite
 from bench.options import (
-    add_model_options,
-    add_sampling_options,
     add_time_limit,
     machine,
     one_of,
@@ -21,19 +18,10 @@ from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS
 from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options
-from bench.tables.shape_options import add_shape_options
 from lab.measure.target_names import TARGETS
 from lab.tables.documents import DOCUMENTS
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-#: Choices of `defaults`: what a call decides for itself.
-CHOICES = (
-    "order, forward", "order, backward", "scheduler, forward", "scheduler, backward",
-    "claims, forward", "claims, backward", "splits", "parts of a group", "memory for dS",
-    "exp2 mix", "stages, forward", "stages, backward",
-)  # fmt: skip
-#: Mix of `ladder`: freq and res of the emulated exp2.
-LADDER_MIX = 4, 3
 #: Ways of `ranks`.
 WAYS = (
     "one GPU", "ring", "ring, kernels alone", "ring, transfers alone", "ring, waits for transfers",
@@ -65,33 +53,6 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def contention(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both without it")
-    add_model_options(parser, draws=0)
-    suite.add_selection(parser)
-    add_output_options(parser)
-
-
-def defaults(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "choice",
-        nargs="*",
-        type=one_of("choice", CHOICES),
-        help=f"of {'; '.join(CHOICES)}; all without one",
-    )
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="of each choice's cases one in N"
-    )
-    add_model_options(parser, draws=64)
-    add_jobs_option(parser)
-    add_output_options(parser)
-
-
-def fp8(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
-    add_output_options(parser)
-
-
 def hopper(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
     parser.add_argument(
@@ -99,17 +60,6 @@ def hopper(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
     parser.add_argument("--kernel", default="", help="only those with this in their names")
-    add_output_options(parser)
-
-
-def ladder(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
-    parser.add_argument("--freq", type=int, default=LADDER_MIX[0], help="of the emulation")
-    parser.add_argument("--res", type=int, default=LADDER_MIX[1], help="of the emulation")
-    add_model_options(parser)
-    add_jobs_option(parser)
-    add_sampling_options(parser)
-    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown to FILE")
     add_output_options(parser)
 
 
@@ -182,9 +132,6 @@ def pictures(parser: argparse.ArgumentParser) -> None:
 
 def predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", default="", help="only rows with this in their names")
-    parser.add_argument(
-        "--measure", metavar="FILE", type=Path, help="predict nothing: measure them on this GPU"
-    )
     add_output_options(parser)
 
 
@@ -203,26 +150,6 @@ def ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=3, help="runs before, of each")
     parser.add_argument("--runs", type=int, default=12, help="timed runs of each")
     add_time_limit(parser)
-    add_output_options(parser)
-
-
-def simulator(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seqlen",
-        type=int,
-        help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1), and translation",
-    )
-    parser.add_argument("--heads", type=int, default=2, help="with --seqlen (default: 2)")
-    parser.add_argument("--heads-kv", type=int, default=1, help="with --seqlen (default: 1)")
-    parser.add_argument("--runs", type=int, help="warm runs of each; the fastest counts")
-    add_output_options(parser)
-
-
-def splits(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
     add_output_options(parser)
 
 
@@ -271,16 +198,6 @@ def tables(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def timing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=int, default=2048)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
-    parser.add_argument(
-        "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
-    )
-    add_output_options(parser)
-
-
 def validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
@@ -289,11 +206,4 @@ def validate(parser: argparse.ArgumentParser) -> None:
         help="of the replays beside rates: b200, b300, a file",
     )
     parser.add_argument("--no-hopper", action="store_true", help="leave `lab hopper` out")
-    add_output_options(parser)
-
-
-def whole_gpu(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--machine", type=machine, default="h200", help="h200, or a file such as a bringup's report"
-    )
     add_output_options(parser)

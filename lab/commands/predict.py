@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.measure.timer import CudaTimer
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import progress
-from lab.micro.rows_under_load import measure
 from lab.model.hopper import rows as hopper_rows
 from lab.model.hopper.attention import REPLAYED_GHZ, Times
 from lab.model.origin import modelled_machine
@@ -123,24 +121,7 @@ def _time(name: str, seconds: float, measured: float | None, flop: float) -> dic
     }  # fmt: skip
 
 
-def to_measure(chosen: str, gpu: str) -> Iterator[hopper_rows.Row]:
-    """Rows with `chosen` in their names of a GPU whose name that is, but for decoding steps."""
-    for row in hopper_rows.rows():
-        if row.gpu in gpu.lower() and chosen in row.name and not row.decodes:
-            yield row
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
-    if arguments.measure is not None:
-        timer = CudaTimer()
-        rows = list(to_measure(arguments.row, timer.gpu.name))
-        if not rows:
-            raise ValueError(
-                f"no row of {timer.gpu.name} has {arguments.row!r} in its name; there are rows of "
-                "an H200 and of an H100"
-            )
-        measure(rows, timer, arguments.measure)
-        return 0
     emit(predictions(arguments.row), arguments)
     return 0

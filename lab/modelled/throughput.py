@@ -40,7 +40,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         notes.append(
             f"{AS_PUBLISHED}: its highest published rate of the same call on such a GPU at a "
             "clock of its own, which the model has not replayed; a peer like the others but "
-            "under lasting load. The rows behind it are in lab/docs/tables/validate_published.md."
+            "under lasting load. The rows behind it are printed by `lab validate`."
         )
     notes.append(path_note("the replays behind a row, ours / the best peer's"))
     return compared(rows, names, columns_of(names), tuple(notes))

@@ -119,12 +119,16 @@ def timeline() -> dict[str, Any]:
     """Return the spans of every role around the end of the third tile of a replay of the
     forward."""
     from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-    from lab.model.studies.step import our_forward
+    from lab.model import ours
+    from lab.model.calls import Kind
     from lab.pictures.spans import forward_spans
+    from sm100_sim import timing
 
     config = ForwardConfig()
     steps, tile = SEQLEN // config.block_kv, 2
-    prediction = our_forward(SEQLEN, False, MACHINE)
+    machine = load(MACHINE)
+    compiled, arguments = ours.call_on(machine, ours.Variant(Kind(False)), (SEQLEN, 2))
+    prediction = timing.predict(compiled, *arguments, machine=machine)[-1]
     spans = forward_spans(prediction, config, steps)
     end = next(s.end for s in spans if (s.what, s.tile, s.step) == ("PV", tile, steps - 1))
     shown = [

@@ -33,13 +33,3 @@ def closed_peer(machine: str, case: Case, direction: str) -> Published | None:
         and row.held_ghz is None and row.kind != HOST_BOUND
     ]  # fmt: skip
     return max(found, key=lambda row: row.tflops, default=None)
-
-
-def paged_decode(machine: str, case: Case) -> dict[str, Published]:
-    """Published rates of decoding the same queries and keys on a GPU of that name, by project; keys
-    lie in pages of 16."""
-    same = replace(case, group="published")
-    return {
-        row.build.project: row for row in nvidia.DECODE
-        if (row.machine, row.problem) == (machine, same)
-    }  # fmt: skip

@@ -89,13 +89,6 @@ _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 
 
-_DECIDED = tuple(
-    f"'{what}, {direction}'"
-    for direction in ("forward", "backward")
-    for what in ("order", "scheduler", "claims", "stages")
-)
-
-
 def _beside(*providers: str) -> tuple[str, ...]:
     return tuple(word for name in providers for word in ("--provider", name))
 
@@ -108,30 +101,17 @@ DOCUMENTS = {
         "Throughput of one causal sequence, B200",
         ("throughput", "--modelled", "--group", "'few KV heads'"), _THROUGHPUT, (0,),
     ),
-    **{
-        f"throughput_prompts{suffix}": Document(
-            f"Throughput of a prompt and of its chunks, {gpu}",
-            ("throughput", "--modelled", *machine, "--direction", "forward", "--group", "prompts"),
-            _THROUGHPUT, (0,),
-        )
-        for gpu, suffix, machine in (
-            ("B200", "", ()), ("GB200", "_gb200", ("--machine", "gb200")),
-            ("GB300", "_gb300", ("--machine", "gb300")),
-        )
-    },
+    "throughput_prompts": Document(
+        "Throughput of a prompt and of its chunks, B200",
+        ("throughput", "--modelled", "--direction", "forward", "--group", "prompts"),
+        _THROUGHPUT, (0,),
+    ),
     "throughput_summary": Document("Throughput, by group", _DENSE, _THROUGHPUT, (1,)),
     **{
         f"throughput_{machine}": Document(
             f"Throughput of one causal sequence, {machine.upper()}",
             ("throughput", "--modelled", "--machine", machine, "--group", "'few KV heads'"),
             _THROUGHPUT, (0,),
-        )
-        for machine in ("gb200", "gb300")
-    },
-    **{
-        f"throughput_{machine}_dense": Document(
-            f"Throughput by length, {machine.upper()}",
-            ("throughput", "--modelled", "--machine", machine, *_DENSE[2:]), _THROUGHPUT, (0,),
         )
         for machine in ("gb200", "gb300")
     },
@@ -230,9 +210,6 @@ DOCUMENTS = {
     "calibrate": Document(
         "What published rates say of each constant", ("calibrate", "--show"), _TIMING
     ),
-    "contention": Document(
-        "Tile schedulers while another kernel holds SMs", ("contention",), _BENCHMARKS
-    ),
     "pages": Document(
         "Keys and values in pages", ("decode", "pages", "--modelled"), _SERVING
     ),
@@ -243,50 +220,21 @@ DOCUMENTS = {
         "Keys and values in pages, on a GB200",
         ("decode", "pages", "--modelled", "--machine", "gb200"), _SERVING,
     ),
-    "defaults": Document(
-        "What calls decide for themselves",
-        ("defaults", *_DECIDED, "--draws", "32"), _BENCHMARKS,
-    ),
-    "splits": Document(
-        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), _BENCHMARKS
-    ),
-    "splits_gb200": Document(
-        "Keys divided among a GB200's CTA pairs",
-        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), _BENCHMARKS,
-    ),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), _BENCHMARKS),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "docs/kernels.md"),
     "accuracy_gradients": Document(
         "Errors of gradients by kind of call", ("accuracy", "--direction", "backward"),
         "docs/kernels.md",
     ),
-    "fp8": Document("Keys and values in e4m3, by method", ("fp8",), _SERVING),
     "validate_aims": Document(
         "Aims, fitted clocks and errors by class of row", _VALIDATE, _TIMING, (0, 4, 5)
     ),
-    "validate_ratios": Document(
-        "Ratios of kernels and of GPUs", _VALIDATE, _TIMING, (1, 2)
-    ),
-    "validate_steps": Document("A step by difference of two chunks", _VALIDATE, _TIMING, (3,)),
-    "validate_forward": Document("Forward, every row", _VALIDATE, _TIMING, (6,)),
-    "validate_backward": Document("Backward, every row", _VALIDATE, _TIMING, (7,)),
-    "validate_published": Document("Rates as published", _VALIDATE, _TIMING, (8,)),
-    "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, _TIMING, (10,)),
     "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), _BENCHMARKS),
     "steps_gb300": Document(
         "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), _BENCHMARKS
     ),
     "hopper": Document("The model against an H200", ("hopper",), _TIMING),
-    "hopper_fences": Document(
-        "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),
-        _TIMING,
-    ),
-    "whole_gpu": Document("A whole H200, measured and modelled", ("whole-gpu",), _TIMING, (0,)),
-    "whole_gpu_loads": Document(
-        "Clock and power of an H200 under load", ("whole-gpu",), _TIMING, (1,)
-    ),
     "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), _TIMING),
-    "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), _TIMING),
     "mutation": Document(
         "Mutation score of the kernels", ("mutation",), "lab/mutation.md"
     ),

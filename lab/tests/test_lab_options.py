@@ -9,8 +9,7 @@ from refused import refusals
 from lab import options
 from lab.__main__ import COMMANDS, GROUPS, main
 from lab.commands import steps
-from lab.measure import ladder, mutation_targets, ranks
-from lab.model.studies import defaults
+from lab.measure import mutation_targets, ranks
 from lab.pictures.catalogue import PICTURES
 
 
@@ -21,9 +20,6 @@ def test_every_command_has_options_and_a_place_in_the_help():
 
 
 def test_names_are_those_of_the_modules():
-    mix = ladder.PATTERN
-    assert options.CHOICES == tuple(defaults.CHOICES)
-    assert options.LADDER_MIX == (mix.ex2_emu_freq, mix.ex2_emu_res)
     assert options.WAYS == tuple(ranks.WAYS)
     assert options.STEP_PROVIDERS == tuple(dict.fromkeys(name for name, _ in steps.KERNELS))
     assert options.PICTURE_NAMES == tuple(PICTURES)
@@ -34,7 +30,6 @@ def test_names_are_those_of_the_modules():
 REFUSED = {
     ("steps", "--machine", "b400"): "gb300",
     ("steps", "--json", "--csv"): "--json and --csv cannot both go to stdout",
-    ("defaults", "colours"): "no choice 'colours'; there are: order, forward;",
     ("mutation", "nope"): "no target 'nope'; there are: forward, full, static;",
     ("tables", "nope"): "no table 'nope'; there are: throughput;",
     ("pictures", "nope"): "no picture 'nope'; there are: bars-h200;",

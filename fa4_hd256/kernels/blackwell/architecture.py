@@ -26,7 +26,7 @@ from .forward.mxfp8_config import MXFP8_CONFIG, MXFP8_TILES
 from .pair_plan import BLOCK_KV, CTAS
 
 RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
-#: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (`lab defaults "parts of a group"`).
+#: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (lab/notes.md).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lab.micro.whole_gpu_measure import PRODUCT
 from lab.whole.conditions import Call
 from sm100_sim.timing import Values
 
@@ -19,7 +18,8 @@ from sm100_sim.timing import Values
 ATTENTION_BUSY, PRODUCT_BUSY = 0.69, 0.95
 #: GHz as soon as tensor cores work at all (lab/micro/whole_gpu_measured.json).
 MOST_GHZ = 1.80
-PRODUCT_FLOP = 2.0 * PRODUCT**3
+#: FLOP of the product: square matrices of 8,192 rows.
+PRODUCT_FLOP = 2.0 * 8192**3
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Clocks:
 
     @classmethod
     def of(cls, product: Mapping[str, Any], attention: Mapping[str, Any], values: Values) -> Clocks:
-        """Return the clocks of a GPU on which `lab.micro.rows_under_load` had these figures of
-        both: the energy of a FLOP is what makes the product's sustained clock that which the budget
+        """Return the clocks of a GPU from both measured on it, as `lab/micro/hopper_rows.json` has
+        them: the energy of a FLOP is what makes the product's sustained clock that which the budget
         leaves."""
         (_, first), (late_us, late) = product["first"], product["late"]
         rate = PRODUCT_FLOP / (late_us * 1e-6)

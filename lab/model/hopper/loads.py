@@ -1,8 +1,8 @@
 """Latency of the loads of Hopper's kernel of dV and dS, as measured inside it.
 
 Beside the stores of dS, and with what L2 lacks of what was prefetched, a load takes 1.4 to 1.8
-times as long as alone (`lab/micro/dv_loads.py`). Q has one buffer there, so a step's length
-follows it.
+times as long as alone (lab/micro/dv_loads_measured.json). Q has one buffer there, so a step's
+length follows it.
 """
 
 from __future__ import annotations

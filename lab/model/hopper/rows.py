@@ -1,7 +1,7 @@
 """Rows measured on an H200 or an H100: what the timing model says of each, and what was measured.
 
-`lab.micro.rows_under_load` measures them in first launches and sustained; decoding steps are
-within the power budget and have one time. `seen` says that a row was known before the model
+They were measured in first launches and sustained; decoding steps are within the power budget and
+have one time. `seen` says that a row was known before the model
 predicted it. All have 16,384 tokens but for decoding steps and chunks.
 """
 

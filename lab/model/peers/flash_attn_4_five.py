@@ -36,7 +36,7 @@ from sm100_sim.timing import Action, Machine, StoredProgram, Values
 #: A CTA pair has 128 keys, a step 128 queries and 512 clocks of the tensor core a product.
 STEP = Step(KEYS, 128, 5 * 512.0, 2)
 #: Bytes that take as long to store to L2 as one that is added to float32 there, by all SMs:
-#: measured on an H200 (`lab.micro.bulk_reductions`), 2,120 bytes per clock added, 2,690 stored.
+#: measured on an H200 (sm100_sim/docs/facts.md), 2,120 bytes per clock added, 2,690 stored.
 #: Nobody has measured it on Blackwell.
 ADD_BYTES = 1.27
 _NAMES = ("flashattentionbackwardsm100",)

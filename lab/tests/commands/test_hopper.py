@@ -51,3 +51,33 @@ def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
         modelled.round_clocks(one, replay_program(one, VALUES)) for one in (fenceless, other)
     )
     assert found == pytest.approx(expected, rel=0.1)
+
+
+def _round_clocks(stored, values):
+    """Return the clocks of a bulk load of 64 KiB behind so many bytes of bulk stores on one SM."""
+    copy = "cp.async.bulk.global.shared::cta.bulk_group"
+    stores = "".join(
+        f"@%leader {copy} [%buf+{131072 + i}], [%addr+{65536 + i}], 16384;\n"
+        for i in range(0, stored, 16384)
+    )
+    stores += "@%leader cp.async.bulk.commit_group;\n" if stored else ""
+    kernel = hopper_kernels._bulk_load(65536)
+    body = kernel.ptx.replace("LOOP:\n", f"LOOP:\n{stores}")
+    end = "\nmov.u64 %end, %clock64;"
+    body = body.replace(end, f"\n@%leader cp.async.bulk.wait_group 0;{end}")
+    kernel = hopper_kernels.Kernel("behind a store", 1, body, 1, "load")
+    compiled = modelled.program_of(kernel)
+    assert compiled.unmatched == 0
+    return modelled.round_clocks(compiled, replay_program(compiled, values))
+
+
+def test_a_load_waits_for_the_stores_before_it():
+    """Behind 16 and 64 KiB of stores a load comes 582 and 2,047 clocks later
+    (lab/micro/whole_gpu_measured.json)."""
+    alone = _round_clocks(0, VALUES)
+    for stored, later in ((16, 582), (64, 2047)):
+        found = _round_clocks(stored << 10, VALUES) - alone
+        assert found == pytest.approx(later, abs=100)
+    # Out of order the store alone, 2,048 clocks, is what a round takes.
+    free = _round_clocks(64 << 10, VALUES._replace(tma_in_order=0.0))
+    assert free == pytest.approx(2048, rel=0.01) and free < alone + found - 900

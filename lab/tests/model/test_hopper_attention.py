@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from bench.suite import BACKWARD, FORWARD, Case
-from lab.micro.rows_under_load import figures
 from lab.model.calls import Kind, default_splits
 from lab.model.hopper import attention as model
 from lab.model.hopper import rows as hopper_rows
-from lab.model.hopper import whole_gpu
 from lab.model.hopper.clocks import MOST_GHZ, Clocks
 from lab.model.machines import gpu_of
 from lab.model.tiles import forward_tiles
@@ -71,18 +69,15 @@ def test_the_clock_of_first_launches():
     assert 1.60 < first(0.9) < 1.705
 
 
-def loads_of_the_h200():
-    """Return the loads of a product and of cuDNN's attention, as `rows_under_load` writes them."""
-    loads = whole_gpu.measurements()[0]["loads"]
-    return [
-        figures(loads[name] | {"count": 1000}) for name in ("product, random", "attention, cuDNN")
-    ]
+#: A product and cuDNN's attention, [us, MHz of an SM], of lab/micro/whole_gpu_measured.json.
+PRODUCT = {"first": [1387.0, 1600.4], "late": [1658.9, 1331.9]}
+ATTENTION = {"first": [5820.65, 1712.85], "late": [6692.9, 1484.4]}
 
 
 def test_a_product_tells_what_a_flop_costs_a_gpu():
     """The energy of a FLOP is the machine's where the product runs at the machine's sustained
     clock. A GPU with a higher clock in the product has a higher one in attention."""
-    product, attention = loads_of_the_h200()
+    product, attention = PRODUCT, ATTENTION
     values, call = MACHINE.values(), times_of(2.0, alone=True)
     own = Clocks.of(product, attention, values)
     assert own.picojoules == pytest.approx(values.mma_picojoules, rel=0.04)
@@ -95,8 +90,7 @@ def test_a_product_tells_what_a_flop_costs_a_gpu():
 
 
 def test_the_clock_for_good_follows_no_clock_of_a_replay():
-    product, attention = loads_of_the_h200()
-    clocks = Clocks.of(product, attention, MACHINE.values())
+    clocks = Clocks.of(PRODUCT, ATTENTION, MACHINE.values())
     at = []
     for ghz in (1.4, 1.65):
         machine = model.hopper(ghz=ghz)

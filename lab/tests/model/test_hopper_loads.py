@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from lab.micro import bulk_reductions, dv_loads
 from lab.model.hopper import loads as hopper_loads
 from lab.model.hopper.attention import hopper
 from lab.model.machines import with_load
@@ -36,14 +35,3 @@ def test_a_load_of_a_replay_takes_so_long():
     assert clocks > 1.3 * before
     with pytest.raises(ValueError, match="32768 bytes in 100 clocks; accepted are more than 38"):
         with_load(hopper(), hopper_loads.LOAD_BYTES, 100)
-
-
-@pytest.mark.parametrize("module", [bulk_reductions, dv_loads])
-def test_measured_files_have_the_rows_of_their_commands(module):
-    path = hopper_loads.MEASURED.with_name(f"{module.__name__.rsplit('.')[-1]}_measured.json")
-    found = set(json.loads(path.read_text())) - {"device", "clock_ghz"}
-    names = {
-        bulk_reductions: set(bulk_reductions.names()),
-        dv_loads: {f"{batch} x {length}" for batch, length in dv_loads.SHAPES},
-    }
-    assert found == names[module]

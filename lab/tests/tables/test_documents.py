@@ -59,19 +59,19 @@ def test_a_modelled_file_is_of_todays_constants(name):
 
 
 def test_a_file_of_other_constants_is_seen(tmp_path, monkeypatch):
-    text = path_of("contention").read_text("utf-8")
+    text = path_of("steps").read_text("utf-8")
     digests = re.findall(r"constants ([0-9a-f]{8})", text)
-    (tmp_path / "contention.md").write_text(text.replace(digests[-1], "4098d5b3"))
+    (tmp_path / "steps.md").write_text(text.replace(digests[-1], "4098d5b3"))
     monkeypatch.setattr(f"{__name__}.path_of", lambda name: tmp_path / f"{name}.md")
-    with pytest.raises(AssertionError, match="lab tables contention --write"):
-        test_a_modelled_file_is_of_todays_constants("contention")
+    with pytest.raises(AssertionError, match="lab tables steps --write"):
+        test_a_modelled_file_is_of_todays_constants("steps")
 
 
 @pytest.mark.parametrize("planted", ["no command", "no constants"])
 def test_a_file_that_does_not_say_it_is_seen(planted, tmp_path, monkeypatch):
-    name = "contention"
+    name = "steps"
     text = path_of(name).read_text("utf-8")
-    line = {"no command": r"    python -m lab contention\n", "no constants": r"constants \w+"}
+    line = {"no command": r"    python -m lab steps\n", "no constants": r"constants \w+"}
     changed = re.sub(line[planted], "", text)
     assert changed != text
     (tmp_path / f"{name}.md").write_text(changed)
@@ -82,14 +82,14 @@ def test_a_file_that_does_not_say_it_is_seen(planted, tmp_path, monkeypatch):
 
 def test_a_file_is_made_by_its_command(tmp_path, monkeypatch, capsys):
     row = {"x": 3, "basis": "modelled", "machine": "B200 modelled, constants 01234567"}
-    printed = Table("contention", "T", (Column("x"),), [row], environment={"commit": "abc"})
+    printed = Table("steps", "T", (Column("x"),), [row], environment={"commit": "abc"})
     monkeypatch.setattr(command, "made", lambda document: [printed])
-    assert main(["tables", "contention", "--write", str(tmp_path), "--json"]) == 0
+    assert main(["tables", "steps", "--write", str(tmp_path), "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["tables"]
     assert listed["rows"][0]["state"] == "written"
     monkeypatch.setattr(f"{__name__}.path_of", lambda name: tmp_path / f"{name}.md")
-    test_a_file_says_what_it_is("contention")
-    text = (tmp_path / "contention.md").read_text()
+    test_a_file_says_what_it_is("steps")
+    text = (tmp_path / "steps.md").read_text()
     assert "constants 01234567. commit abc." in text and "|   3 |" in text
 
 
@@ -98,22 +98,22 @@ def test_a_file_is_made_of_results_from_elsewhere(tmp_path, capsys):
     files = []
     for number, columns in enumerate((("x", "a"), ("x", "a", "b"))):
         row = {name: f"{name}{number}" for name in columns} | {"basis": "measured", "machine": "G"}
-        shown = Table("contention", "T", tuple(map(Column, columns)), [row], (f"n{number}", "n"),
+        shown = Table("steps", "T", tuple(map(Column, columns)), [row], (f"n{number}", "n"),
                       environment={"commit": f"c{number}"})  # fmt: skip
         files.append(tmp_path / f"{number}.json")
         files[-1].write_text(json_text([shown]))
     (found,) = command.merged(files)
     assert [column.name for column in found.columns] == ["x", "a", "b"]
     assert [row["b"] for row in found.rows] == [None, "b1"] and found.notes == ("n0", "n", "n1")
-    write = ["tables", "contention", "--write", str(tmp_path), "--results", *map(str, files)]
+    write = ["tables", "steps", "--write", str(tmp_path), "--results", *map(str, files)]
     assert main(write) == 0
-    text = (tmp_path / "contention.md").read_text()
-    assert text.startswith(DOCUMENTS["contention"].header("contention"))
+    text = (tmp_path / "steps.md").read_text()
+    assert text.startswith(DOCUMENTS["steps"].header("steps"))
     assert "Measured: G." in text and text.count("| x") == 3
     capsys.readouterr()
-    assert main(["tables", "contention", "ladder", *write[2:]]) == 2
+    assert main(["tables", "masks", "steps", *write[2:]]) == 2
     assert "--results are of one command" in capsys.readouterr().err
-    other = Table("contention", "U", (), [])
+    other = Table("steps", "U", (), [])
     files[0].write_text(json_text([other]))
     assert main(write) == 2 and "results of several commands" in capsys.readouterr().err
 

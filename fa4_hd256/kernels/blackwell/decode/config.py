@@ -36,7 +36,7 @@ NOTE [e4m3].  K and V in e4m3 are operands of kind::f8f6f4 as they lie in memory
 MN-major: nothing converts them.  What is multiplied with them must be e4m3, too, of which two parts
 have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 16, rounded to e4m3.
 The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
-step of 128 keys takes half of the MMAs' clocks, and half of the bytes (docs/tables/fp8.md has the
+step of 128 keys takes half of the MMAs' clocks, and half of the bytes (lab/notes.md has the
 errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P by
 `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where the
 rows have been loaded to (`kernels.forward.e4m3` NOTE [Q in place]): a tile's first MMA
@@ -120,7 +120,7 @@ OPERAND_COLUMNS = HEAD_DIM // 2
 KV_DTYPES = {"": None, "_e4m3": torch.float8_e4m3fn, "_nvfp4": NVFP4}
 TITLES = {"": "", "_e4m3": "K and V in e4m3; ", "_nvfp4": "K and V in NVFP4; "}
 
-#: Costs by the timing model (`python -m lab splits --modelled`): a step, 2,624 clocks of loads at
+#: Costs by the timing model (lab/notes.md): a step, 2,624 clocks of loads at
 #: an SM's part of what L2 delivers; what the combining kernel costs, in steps; what a tile takes
 #: beside its steps, by its rows.
 STEP_SECONDS = 1.52e-6

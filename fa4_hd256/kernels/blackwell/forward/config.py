@@ -91,7 +91,7 @@ class ForwardConfig:
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
 
-    The rest is there to be compared with (`python -m lab ladder`):
+    The rest is there to be compared with (lab/notes.md):
     s_stages: S buffers.  With two, QK of the following step is issued before PV of this one, also
         across tiles; with one, QK(i) and PV(i) alternate, and the tensor core waits for the softmax
         of every step.

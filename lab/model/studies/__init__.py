@@ -1,1 +1,0 @@
-"""Questions that one command each asks the timing model."""
