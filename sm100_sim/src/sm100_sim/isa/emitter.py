@@ -103,7 +103,13 @@ class Emitter:
     def cast(self, operation: str, value: str, source: str, target: str) -> str:
         if source == target:
             return value
-        return self.name_for(f"{operation} <32 x {source}> {value} to <32 x {target}>")
+        text = f"{operation} <32 x {source}> {{}} to <32 x {target}>".format
+        if (operation, source, target) == ("trunc", "i64", "i32"):
+            return self.shared_function(
+                "low_words", lambda body, wide: body.name_for(text(wide)), value,
+                kind=source, result=target,
+            )  # fmt: skip
+        return self.name_for(text(value))
 
     def intrinsic(
         self, name: str, kind: str, *values: str, extra: str = "", result: str | None = None
@@ -237,7 +243,7 @@ class Emitter:
             elif register.file == "r32":
                 forms = {"i32": self.name_for(f"load <32 x i32>, ptr {row}, align 64")}
             else:
-                forms = {"i64": self.name_for(f"load <32 x i64>, ptr {row}, align 64")}
+                forms = {"row": row}
                 if register.type == "b128":
                     upper = self.name_for(f"getelementptr inbounds i8, ptr {row}, i64 256")
                     forms["upper"] = self.name_for(f"load <32 x i64>, ptr {upper}, align 64")
@@ -249,7 +255,9 @@ class Emitter:
         forms = self._load(register)
         if kind in forms:
             return forms[kind]
-        if kind == "i64" and "double" not in forms:
+        if kind == "i64" and "row" in forms:
+            forms[kind] = self.name_for(f"load <32 x i64>, ptr {forms['row']}, align 64")
+        elif kind == "i64" and "double" not in forms:
             forms[kind] = self.interleave(
                 self._half(forms, "low", "i32"), self._half(forms, "high", "i32")
             )
@@ -275,6 +283,9 @@ class Emitter:
         if f"{which}.{other}" in forms:
             forms[key] = self.cast("bitcast", forms[f"{which}.{other}"], other, kind)
             return forms[key]
+        if "row" in forms:
+            forms[f"{which}.i32"] = self._half_of_row(forms["row"], which)
+            return self._half(forms, which, kind)
         if "i64" not in forms:
             forms["i64"] = self.cast("bitcast", forms["double"], "double", "i64")
         value = forms["i64"]
@@ -282,6 +293,19 @@ class Emitter:
             value = self.binary("lshr", "i64", value, splat("i64", 32))
         forms[f"{which}.i32"] = self.cast("trunc", value, "i64", "i32")
         return self._half(forms, which, kind)
+
+    def _half_of_row(self, row: str, which: str) -> str:
+        """Load the low or high halves of a row of 64-bit lanes as i32 lanes."""
+        lanes = ", ".join(f"i32 {2 * lane + (which == 'high')}" for lane in range(LANES))
+
+        def build(body: Emitter) -> str:
+            wide = body.name_for("load <64 x i32>, ptr %row, align 64")
+            return body.name_for(
+                f"shufflevector <64 x i32> {wide}, <64 x i32> poison, <32 x i32> <{lanes}>"
+            )
+
+        function = self.module_function(f"{which}_halves", "<32 x i32>", "ptr %row", build)
+        return self.name_for(f"call <32 x i32> {function}(ptr {row})")
 
     def get(self, op: Operand, kind: str) -> str:
         """The operand as a vector of ``kind``.
@@ -554,8 +578,7 @@ class Emitter:
         """Store a 64-bit register that is held as halves."""
 
         def build(body: Emitter) -> str:
-            body.line("%active = bitcast i32 %mask to <32 x i1>")
-            body._masked_store("i64", body.interleave("%low", "%high"), "%row")
+            body._store_lanes("i64", body.interleave("%low", "%high"))
             return ""
 
         function = self.module_function(
@@ -567,12 +590,24 @@ class Emitter:
             f"<32 x i32> {high})"
         )
 
-    def _masked_store(self, kind: str, value: str, pointer: str) -> None:
+    def _masked_store(self, kind: str, value: str, row: str) -> None:
+        """Store lanes of integers, the active ones."""
+
+        def build(body: Emitter) -> str:
+            body._store_lanes(kind, "%value")
+            return ""
+
+        function = self.module_function(
+            f"store_{kind}", "void", f"ptr %row, i32 %mask, <32 x {kind}> %value", build
+        )
+        self.line(f"call void {function}(ptr {row}, i32 %active_mask, <32 x {kind}> {value})")
+
+    def _store_lanes(self, kind: str, value: str) -> None:
+        """Store the lanes of %mask to %row: the parameters of a function of the module."""
+        active = self.name_for("bitcast i32 %mask to <32 x i1>")
         name = f"@llvm.masked.store.v32{kind}.p0"
         self.declarations.add(f"declare void {name}(<32 x {kind}>, ptr, i32, <32 x i1>)")
-        self.line(
-            f"call void {name}(<32 x {kind}> {value}, ptr {pointer}, i32 64, <32 x i1> %active)"
-        )
+        self.line(f"call void {name}(<32 x {kind}> {value}, ptr %row, i32 64, <32 x i1> {active})")
 
     def function(self) -> str:
         """The finished function definition."""
