@@ -15,6 +15,7 @@ COMMANDS = {
     "calibrate": "sets of the timing model's constants that published rates do not contradict",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "predict": "attention on an H200 by the timing model, beside what was measured",
+    "foreign": "whole launches of kernels of others: predicted, and measured on an H200",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
     "ranks": "one long sequence over several GPUs beside one GPU and PyTorch's, measured",
     "parallel": "training steps of a block by tensor parallelism and FSDP2, measured",
@@ -25,7 +26,14 @@ COMMANDS = {
 #: Title of the help -> commands.
 GROUPS = {
     "modelled": ("steps",),
-    "the model against measurements": ("validate", "calibrate", "hopper", "predict", "peers"),
+    "the model against measurements": (
+        "validate",
+        "calibrate",
+        "hopper",
+        "predict",
+        "foreign",
+        "peers",
+    ),
     "measured or simulated": ("ranks", "parallel", "mutation"),
     "pages": ("tables", "pictures"),
 }

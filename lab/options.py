@@ -53,6 +53,16 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
+def foreign(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--predict", action="store_true", help="simulate and replay, and keep it")
+    parser.add_argument("--measure", action="store_true", help="on the GPU that is there")
+    parser.add_argument("--kernels", default="", help="parts of names, with ; between")
+    parser.add_argument(
+        "--seconds", type=float, default=85.0, help="with --measure: begin no kernel after these"
+    )
+    add_output_options(parser)
+
+
 def hopper(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
     parser.add_argument(

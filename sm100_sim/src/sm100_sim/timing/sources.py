@@ -18,6 +18,7 @@ READING = (
     "critical.py",
     "sources.py",
     "stored.py",
+    "whole.py",
 )
 #: Files that decide how a traced program is replayed, but not the program.
 REPLAYING = (
