@@ -209,11 +209,5 @@ def tables(parser: argparse.ArgumentParser) -> None:
 
 
 def validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--machine",
-        type=machine,
-        default="b200",
-        help="of the replays beside rates: b200, b300, a file",
-    )
     parser.add_argument("--no-hopper", action="store_true", help="leave `lab hopper` out")
     add_output_options(parser)

@@ -3,48 +3,29 @@
 It leads with ratios of kernels on one machine. Then absolute rates, with the clock of each lab's
 GPU fitted to one half of its rows and tested on the other; errors by class of row; which
 aims are met. A rate counts only where the very kernel is compiled and replayed here; the others
-stand as published. Besides: single instructions, from which the tensor core's forms were made;
-replays of windowed kernels outside the fit of their tiles; a Hopper GPU (`lab hopper`).
+stand as published. Besides: a Hopper GPU (`lab hopper`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD
-from bench.tables.comparison import OURS
-from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from lab.model import ours
-from lab.model.calls import Kind
 from lab.model.origin import modelled_machine
-from lab.model.peers import flash_attn_4 as theirs
 from lab.model.predictor import replayable
-from lab.model.replays import fitted
-from lab.model.samples import BACKWARD_HELD_OUT, HELD_OUT
-from lab.model.stored_tiles import DV, PRODUCT
-from lab.model.tiles import STEP_WORK
 from lab.published import ROWS
-from lab.published.rows import BUILT_FROM, CONSISTENCY, FROST, TEST, Published
+from lab.published.rows import FROST, TEST, Published
 from lab.validation import validation
 from lab.validation.validation import Found, rms
-from sm100_sim.timing import MEASURED, Machine, load, machines, mma_cost
+from sm100_sim.timing import load, machines
 
-INSTRUCTION_COLUMNS = (
-    Column("instruction"),
-    Column("n", title="N"),
-    Column("latency_published", "clocks", ".0f", "latency"),
-    Column("latency_modelled", "clocks", ".0f", "modelled"),
-    Column("interval_published", "clocks", ".0f", "interval"),
-    Column("interval_modelled", "clocks", ".0f", "modelled"),
-)
 RATE_COLUMNS = (
     Column("kernel"), Column("gpu", title="GPU"), Column("case"), Column("kind"), Column("role"),
     Column("published", "TFLOPS", ".0f"), Column("modelled", "TFLOPS", ".0f"),
@@ -85,35 +66,6 @@ PUBLISHED_COLUMNS = (
     Column("kind"), Column("clock", "GHz", ".3f"), Column("evidence", title="who says so"),
     Column("published", "TFLOPS", ".0f"), Column("us", "us", ".0f"), Column("source"),
 )  # fmt: skip
-HELD_OUT_COLUMNS = (
-    Column("kernel"), Column("seqlen"), Column("window"), Column("tiles"),
-    Column("steps", format=".0f"), Column("masked", format=".0f"),
-    Column("replayed", "clocks", ".0f"), Column("predicted", "clocks", ".0f", "by the fit"),
-    Column("error", "", "+.1%"),
-)  # fmt: skip
-
-
-def instructions(machine: Machine) -> Table:
-    """Latency and interval of single tcgen05.mma, published and by the closed forms."""
-    rows = []
-    for (group, m, a_in_tmem), found in MEASURED.items():
-        place = "TMEM" if a_in_tmem else "SMEM"
-        for n, (latency, interval) in found.items():
-            cost = mma_cost(m, n, group, a_in_tmem)
-            rows.append({
-                "instruction": f"M {m}, cta_group::{group}, A from {place}",
-                "n": n,
-                "latency_published": latency,
-                "latency_modelled": cost.latency,
-                "interval_published": interval,
-                "interval_modelled": cost.interval,
-                "role": BUILT_FROM,
-                BASIS: "modelled",
-                MACHINE: modelled_machine(machine),
-            })  # fmt: skip
-    title = "Single tcgen05.mma, bf16, K = 16: what the closed forms were built from"
-    plot = Plot("n", ("latency_published", "latency_modelled"), "line", panel="instruction")
-    return Table("validate", title, INSTRUCTION_COLUMNS, rows, plot=plot)
 
 
 def _origin(machine: str) -> dict[str, str]:
@@ -315,58 +267,15 @@ def as_published() -> Table:
     return Table("validate", "As published, not compared", PUBLISHED_COLUMNS, rows)
 
 
-def held_out(machine: Machine) -> Table:
-    """Tabulate replays of windowed kernels beside what costs fitted to other replays predict."""
-    total = 2 * len(HELD_OUT) + 2 * len(BACKWARD_HELD_OUT)
-    rows = ready(_held_out_rows(machine), total, HELD_OUT_COLUMNS)
-    for row in rows:
-        row |= {"role": CONSISTENCY, BASIS: "modelled", MACHINE: modelled_machine(machine)}
-    note = (
-        "Both columns are the model's: this shows that costs of masked and unmasked steps carry "
-        "over to other windows and lengths, not that the model is right. Steps: of 256 queries and "
-        "128 keys, of dV the other way round; a plain product has none that is masked."
-    )
-    title = "Windowed kernels: replays of one cluster outside the fit, and costs of the fit"
-    plot = Plot(("kernel", "seqlen", "window"), ("replayed", "predicted"))
-    return Table("validate", title, HELD_OUT_COLUMNS, rows, (note,), plot)
-
-
-def _held_out_rows(machine: Machine) -> Iterator[dict[str, Any]]:
-    kind = Kind(True, window=True)
-    given = machine, validation.DRAWS
-    inside, outside = ours.Variant(kind), ours.Variant(kind, samples=HELD_OUT)
-    yield from validation.held_out_rows(
-        OURS, fitted(ours.replays(inside, *given), inside.policy)[0],
-        (HELD_OUT, ours.replays(outside, *given)), STEP_WORK,
-    )  # fmt: skip
-    variant = theirs.Variant(kind)
-    yield from validation.held_out_rows(
-        flash_attn_4.PACKAGE, fitted(theirs.replays(variant, *given), "single")[0],
-        (HELD_OUT, theirs.replays(variant, *given, HELD_OUT)), STEP_WORK,
-    )  # fmt: skip
-    # Under the scheduler that such a call takes by default, as the suite has replayed them.
-    for which, name, work in (
-        ("dv", "dV and dS", DV), ("products", "dK and dQ from dS", PRODUCT)
-    ):  # fmt: skip
-        inside = ours.Variant(kind, use_clc=True, kernel=which)
-        outside = replace(inside, samples=BACKWARD_HELD_OUT)
-        costs = fitted(ours.replays(inside, *given), inside.policy)[0]
-        runs = ours.replays(outside, *given)
-        held_out = BACKWARD_HELD_OUT, runs
-        yield from validation.held_out_rows(f"{OURS}, {name}", costs, held_out, work)
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status. Raises RuntimeError if flash-attn-4 is not installed."""
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
-    machine = load(arguments.machine)
     found = validation.judged(ROWS, machines())
     tables = [
         aims(found), ratios(found), of_gpus(found), steps(found), clocks(found), classes(found),
-        rates(found, FORWARD), rates(found, BACKWARD), as_published(), instructions(machine),
-        held_out(machine),
+        rates(found, FORWARD), rates(found, BACKWARD), as_published(),
     ]  # fmt: skip
     if not arguments.no_hopper:
         from lab.commands import hopper

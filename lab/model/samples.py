@@ -29,8 +29,6 @@ PERSISTENT_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
 #: Costs of masked and unmasked steps follow from both. No sample is a single short tile: one of two
 #: steps never reaches the pace of the loop.
 WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
-#: Not in the fit, to hold its predictions against (`lab validate`).
-HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
 #: Tiles of one step in succession, twice: what lies between the ends of two, however short.
 SHORT_SAMPLES: Samples = ((KEYS, 8, None, KEYS), (KEYS, 24, None, KEYS))
 #: For kernels with KV splits, as many as stand last; how many of the 256 rows of a tile exist goes
@@ -48,7 +46,6 @@ BACKWARD_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 BACKWARD_SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
 #: Stated longest packed sequence, where only a sample's is there: what an empty tile costs.
 LONGEST = 4096
-BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
 
 def parts_of(sample: Iterable[int | None]) -> tuple[int, int, int | None, int]:

@@ -18,8 +18,7 @@ CUDNN, QUACK = "cuDNN", "quack"
 
 #: Purpose of a row. The clock of a GPU is fitted on one half of its rows and tested on the other;
 #: `AS_PUBLISHED` is never counted: its kernel is closed, or nobody said which it was.
-BUILT_FROM, AS_PUBLISHED = "built from", "as published"
-CONSISTENCY = "consistency of the model"
+AS_PUBLISHED = "as published"
 FIT, TEST = "fit half", "test half"
 
 #: Kind of a measured rate. Sustained: more than `SUSTAINED_SECONDS` of load before it. Host-bound:

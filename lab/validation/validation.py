@@ -16,13 +16,10 @@ from lab.model.backward import Backward
 from lab.model.forward import Kernel
 from lab.model.machines import held_at
 from lab.model.predictor import Provider, replayable
-from lab.model.replays import Replayed
-from lab.model.samples import Samples
 from lab.model.stated_errors import lengths_of
 from lab.model.tiles import KEYS, ROWS
 from lab.published.rows import BURST, FIT, TEST, Build, Published
 from lab.whole.conditions import Conditions
-from lab.whole.problem import TileCosts
 from sm100_sim.timing import load
 
 DRAWS = 4
@@ -204,17 +201,3 @@ def rms(values: Iterable[float]) -> float:
     """0 of none."""
     found = np.array(list(values), float)
     return float(np.sqrt(np.mean(found**2))) if found.size else 0.0
-
-
-def held_out_rows(
-    name: str, costs: TileCosts, outside: tuple[Samples, list[Replayed]], step: float
-) -> Iterator[dict[str, Any]]:
-    """outside: samples and their replays. step: clocks of the tensor core in a step."""
-    for (seqlen, _, left), run in zip(*outside, strict=True):
-        clocks = costs.begin + costs.each * run.tiles
-        clocks += costs.rate * run.work + costs.mask * run.masked
-        yield {
-            "kernel": name, "seqlen": seqlen, "window": f"({left}, 0)", "tiles": run.tiles,
-            "steps": run.work / step, "masked": run.masked / step,
-            "replayed": run.clocks[0], "predicted": clocks, "error": clocks / run.clocks[0] - 1,
-        }  # fmt: skip

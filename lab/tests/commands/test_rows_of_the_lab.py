@@ -69,24 +69,6 @@ def test_validate(monkeypatch, seen):
     assert str(rows[0].build) in seen.before[1] and "+0.0%" in seen.before[1]
 
 
-def test_validate_held_out(monkeypatch, seen):
-    """Replays outside the fit: each kernel's rows before the next one is replayed."""
-
-    def held_out_rows(name, costs, outside, step):
-        for seqlen, _, left in seen(outside[0]):
-            row = dict.fromkeys(column.name for column in validate.HELD_OUT_COLUMNS)
-            yield row | {"kernel": name, "seqlen": seqlen, "window": f"({left}, 0)"}
-
-    monkeypatch.setattr(validate, "fitted", lambda runs, policy: ("costs",))
-    for module in (validate.ours, validate.theirs):
-        monkeypatch.setattr(module, "replays", lambda *given: [])
-    monkeypatch.setattr(validation, "held_out_rows", held_out_rows)
-    table = validate.held_out(validate.load("b200"))
-    assert len(table.rows) == len(seen.before) > 8
-    assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
-    assert validate.OURS in seen.before[1] and "(512, 0)" in seen.before[1]
-
-
 def test_calibrate(monkeypatch, seen):
     """A row for each round, the first lot's before the next one is proposed."""
     numbers = seen(range(3))

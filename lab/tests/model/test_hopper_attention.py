@@ -177,9 +177,8 @@ def test_who_is_predicted_on_a_hopper_gpu():
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_a_step_takes_the_clocks_of_its_products():
-    """80 keys, full attention: 2,560 clocks of the tensor core for two warpgroups, and 3 % of them
-    between products; calls of 16,384 queries are counted 1 % below the model
-    (lab/docs/timing.md)."""
+    """A step of 80 keys takes two warpgroups 2,560 clocks of the tensor core, and 3 % more between
+    products. Calls of 16,384 queries are counted 1 % below the model (lab/docs/timing.md)."""
     variant = model.forward_variant(case(4096), MACHINE)
     (costs,) = model.forward(variant, MACHINE).costs
     assert costs.rate == pytest.approx(2.06, rel=0.01)

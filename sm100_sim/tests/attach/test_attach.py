@@ -16,6 +16,7 @@ from sm100_sim.host.program import program_of
 pytestmark = pytest.mark.simulator
 
 cutlass = pytest.importorskip("cutlass")
+import cute_add  # noqa: E402
 from cutlass import cute  # noqa: E402
 
 
@@ -287,18 +288,11 @@ def test_functions_of_the_experimental_language():
     from cutlass.cute import experimental
     from cutlass.cute.runtime import from_dlpack
 
-    @experimental.kernel
-    def add_kernel(a: cute.Tensor, b: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        b[thread] = a[thread] + b[thread]
-
-    @experimental.jit
-    def add(a: cute.Tensor, b: cute.Tensor):
-        add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1), smem=1024)
-
     with sm100_sim.attached() as session:
         a, b = (torch.ones(32, device="cuda") for _ in range(2))
-        compiled = experimental.compile(add, from_dlpack(a), from_dlpack(b))
+        compiled = experimental.compile(
+            cute_add.functions(experimental, smem=1024), from_dlpack(a), from_dlpack(b)
+        )
         compiled(from_dlpack(a), from_dlpack(b))
         assert (b == 2).all() and len(session.reports) == 1
 
@@ -311,39 +305,10 @@ def test_a_profiler_of_the_gpu_follows_the_host():
         assert "aten::add" in profile.key_averages().table(sort_by="cuda_time_total")
 
 
-SCRIPT = """
-import sys
-import torch, cutlass
-from cutlass import cute
-from cutlass.cute.runtime import from_dlpack
-
-@cute.kernel
-def add_kernel(a: cute.Tensor, b: cute.Tensor):
-    thread, _, _ = cute.arch.thread_idx()
-    b[thread] = a[thread] + b[thread]
-
-@cute.jit
-def add(a: cute.Tensor, b: cute.Tensor):
-    add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1))
-
-if __name__ == "__main__":
-    assert torch.cuda.is_available()
-    a = torch.full((32,), int(sys.argv[1]), device="cuda", dtype=torch.int32)
-    b = torch.ones(32, device="cuda", dtype=torch.int32)
-    compiled = cute.compile(add, from_dlpack(a), from_dlpack(b))
-    for _ in range(2):
-        compiled(from_dlpack(a), from_dlpack(b))
-    torch.cuda.synchronize()
-    print("sum", b.sum().item())
-"""
-
-
 def test_script_runner(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     paths = os.pathsep.join([str(PACKAGE.parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "sm100_sim", str(script), "5"], capture_output=True, text=True,
+        [sys.executable, "-m", "sm100_sim", cute_add.__file__, "5"], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

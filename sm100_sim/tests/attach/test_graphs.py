@@ -45,20 +45,12 @@ def test_launches_and_operators_run_in_their_order_at_each_replay(session):
 
 def test_compiled_functions_of_cute_dsl():
     cute = pytest.importorskip("cutlass.cute")
+    from cute_add import functions
     from cutlass.cute.runtime import from_dlpack
-
-    @cute.kernel
-    def add_kernel(a: cute.Tensor, b: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        b[thread] = a[thread] + b[thread]
-
-    @cute.jit
-    def add_function(a: cute.Tensor, b: cute.Tensor):
-        add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
     with sm100_sim.attached() as session:
         a, b = (torch.ones(32, device="cuda") for _ in range(2))
-        compiled = cute.compile(add_function, from_dlpack(a), from_dlpack(b))
+        compiled = cute.compile(functions(cute), from_dlpack(a), from_dlpack(b))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             compiled(from_dlpack(a), from_dlpack(b))

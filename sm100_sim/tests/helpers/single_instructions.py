@@ -113,8 +113,3 @@ def as_register(values: np.ndarray, width: int):
 def signed(value: int, bits: int) -> int:
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def both(bits):
-    """Return (unsigned type, to Python int) and the signed twin."""
-    return [(f"u{bits}", lambda x: x), (f"s{bits}", lambda x: signed(x, bits))]

@@ -1,6 +1,5 @@
-"""Inline instructions against independent formulas, on random and special values.
-
-References compute in Python integers.
+"""Inline instructions that no golden vector has, against independent formulas, on random and
+special values. What an H200 has recorded of others is in tests/tools/test_golden.py.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness import compile_body, run_warp
-from single_instructions import both, evaluate, signed, words
+from single_instructions import evaluate, float_words, signed, words
 
 from sm100_sim.errors import UnknownInstruction
 
@@ -23,232 +22,6 @@ def check_integers(
         arguments = [int(source[row]) for source in sources]
         want = function(*arguments) & ((1 << result) - 1)
         assert int(value) == want, (instruction, [hex(a) for a in arguments], hex(value), hex(want))
-
-
-TYPES = [(bits, name, value) for bits in (16, 32, 64) for name, value in both(bits)]
-IDS = [name for _, name, _ in TYPES]
-
-
-@pytest.mark.parametrize("bits,name,value", TYPES, ids=IDS)
-def test_integer_arithmetic(bits, name, value):
-    two, three = [bits] * 2, [bits] * 3
-
-    def run(text, widths, function, result=bits):
-        check_integers(text, widths, function, result)
-
-    run(f"add.{name} %d, %s0, %s1", two, lambda a, b: a + b)
-    run(f"sub.{name} %d, %s0, %s1", two, lambda a, b: a - b)
-    run(f"mul.lo.{name} %d, %s0, %s1", two, lambda a, b: a * b)
-    run(f"mul.hi.{name} %d, %s0, %s1", two, lambda a, b: value(a) * value(b) >> bits)
-    run(f"mad.lo.{name} %d, %s0, %s1, %s2", three, lambda a, b, c: a * b + c)
-    run(f"min.{name} %d, %s0, %s1", two, lambda a, b: min(value(a), value(b)))
-    run(f"max.{name} %d, %s0, %s1", two, lambda a, b: max(value(a), value(b)))
-    if bits < 64:
-        run(f"mul.wide.{name} %d, %s0, %s1", two, lambda a, b: value(a) * value(b), 2 * bits)
-        run(
-            f"mad.wide.{name} %d, %s0, %s1, %s2",
-            [bits, bits, 2 * bits],
-            lambda a, b, c: value(a) * value(b) + c,
-            2 * bits,
-        )
-
-
-@pytest.mark.parametrize("bits,name,value", TYPES, ids=IDS)
-def test_division(bits, name, value):
-    def quotient(a, b):
-        a, b = value(a), value(b)
-        if b == 0:
-            return -1
-        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-    def rest(a, b):
-        # The ISA leaves both open for a division by zero; the hardware gives all ones (golden
-        # vectors).
-        return value(a) - quotient(a, b) * value(b) if b else -1
-
-    check_integers(f"div.{name} %d, %s0, %s1", [bits] * 2, quotient, bits)
-    check_integers(f"rem.{name} %d, %s0, %s1", [bits] * 2, rest, bits)
-
-
-@pytest.mark.parametrize("bits", [16, 32, 64])
-def test_logic_and_shifts(bits):
-    one, two = [bits], [bits] * 2
-    check_integers(f"and.b{bits} %d, %s0, %s1", two, lambda a, b: a & b, bits)
-    check_integers(f"or.b{bits} %d, %s0, %s1", two, lambda a, b: a | b, bits)
-    check_integers(f"xor.b{bits} %d, %s0, %s1", two, lambda a, b: a ^ b, bits)
-    check_integers(f"not.b{bits} %d, %s0", one, lambda a: ~a, bits)
-    check_integers(f"neg.s{bits} %d, %s0", one, lambda a: -a, bits)
-    check_integers(f"abs.s{bits} %d, %s0", one, lambda a: abs(signed(a, bits)), bits)
-    check_integers(
-        f"shl.b{bits} %d, %s0, %s1", [bits, 32], lambda a, n: a << n if n < bits else 0, bits
-    )
-    check_integers(
-        f"shr.u{bits} %d, %s0, %s1", [bits, 32], lambda a, n: a >> n if n < bits else 0, bits
-    )
-    check_integers(
-        f"shr.s{bits} %d, %s0, %s1", [bits, 32], lambda a, n: signed(a, bits) >> min(n, bits), bits
-    )
-
-
-def _funnel(a, b, n, left):
-    value = b << 32 | a
-    return value << n >> 32 if left else value >> n
-
-
-def test_funnel_shifts():
-    for left, letter in ((True, "l"), (False, "r")):
-        check_integers(
-            f"shf.{letter}.wrap.b32 %d, %s0, %s1, %s2",
-            [32] * 3,
-            lambda a, b, n, left=left: _funnel(a, b, n & 31, left),
-        )
-        check_integers(
-            f"shf.{letter}.clamp.b32 %d, %s0, %s1, %s2",
-            [32] * 3,
-            lambda a, b, n, left=left: _funnel(a, b, min(n, 32), left),
-        )
-
-
-@pytest.mark.parametrize("bits", [32, 64])
-def test_bit_fields(bits):
-    def field(operand):
-        # The ISA restricts it to 0..255; beyond, as the hardware does it (golden vectors).
-        return operand & 255 if bits == 32 else min(operand, 255)
-
-    def extract(a, position, length, is_signed):
-        position, length = field(position), field(length)
-        if length == 0:
-            return 0
-        if is_signed:
-            top = min(position + length - 1, bits - 1)
-            digits = [
-                a >> min(position + n, top) & 1 if position + n <= top else a >> top & 1
-                for n in range(bits)
-            ]
-            return sum(d << n for n, d in enumerate(digits))
-        return a >> position & ((1 << length) - 1)
-
-    def insert(a, b, position, length):
-        position, length = field(position), field(length)
-        mask = ((1 << length) - 1) << position & ((1 << bits) - 1)
-        return b & ~mask | a << position & mask
-
-    def leading(a, is_signed):
-        if is_signed and a >> (bits - 1):
-            a = ~a & ((1 << bits) - 1)
-        return a.bit_length() - 1
-
-    check_integers(
-        f"bfe.u{bits} %d, %s0, %s1, %s2",
-        [bits, 32, 32],
-        lambda a, p, n: extract(a, p, n, False),
-        bits,
-    )
-    check_integers(
-        f"bfe.s{bits} %d, %s0, %s1, %s2",
-        [bits, 32, 32],
-        lambda a, p, n: extract(a, p, n, True),
-        bits,
-    )
-    check_integers(f"bfi.b{bits} %d, %s0, %s1, %s2, %s3", [bits, bits, 32, 32], insert, bits)
-    check_integers(f"bfind.u{bits} %d, %s0", [bits], lambda a: leading(a, False))
-    check_integers(f"bfind.s{bits} %d, %s0", [bits], lambda a: leading(a, True))
-    check_integers(
-        f"bfind.shiftamt.u{bits} %d, %s0",
-        [bits],
-        lambda a: bits - 1 - leading(a, False) if a else -1,
-    )
-    check_integers(f"popc.b{bits} %d, %s0", [bits], lambda a: bin(a).count("1"))
-    check_integers(f"clz.b{bits} %d, %s0", [bits], lambda a: bits - a.bit_length())
-    check_integers(f"brev.b{bits} %d, %s0", [bits], lambda a: int(f"{a:0{bits}b}"[::-1], 2), bits)
-
-
-def test_carry_chain_adds_and_subtracts_64_bits():
-    for operation, sign in (("add", 1), ("sub", -1)):
-        text = (
-            f".reg .b32 %al, %ah, %bl, %bh, %l, %h;\nmov.b64 {{%al, %ah}}, %s0;\n"
-            f"mov.b64 {{%bl, %bh}}, %s1;\n{operation}.cc.u32 %l, %al, %bl;\n"
-            f"{operation}c.u32 %h, %ah, %bh;\nmov.b64 %d, {{%l, %h}}"
-        )
-        check_integers(text, [64, 64], lambda a, b, sign=sign: a + sign * b, 64)
-
-
-def test_lop3_is_its_table():
-    for table in (0x00, 0xFF, 0xF0, 0xCC, 0xAA, 0xE8, 0x96, 0x1B):
-
-        def function(a, b, c, table=table):
-            return sum(
-                (table >> ((a >> n & 1) * 4 + (b >> n & 1) * 2 + (c >> n & 1)) & 1) << n
-                for n in range(32)
-            )
-
-        check_integers(f"lop3.b32 %d, %s0, %s1, %s2, {table:#x}", [32] * 3, function)
-
-
-def test_prmt_modes():
-    def pick(source, index, replicate=False):
-        byte = source >> 8 * index & 255
-        return (255 if byte >> 7 else 0) if replicate else byte
-
-    def general(a, b, c):
-        source = b << 32 | a
-        return sum(pick(source, c >> 4 * n & 7, bool(c >> 4 * n & 8)) << 8 * n for n in range(4))
-
-    modes = {
-        "f4e": lambda n, k: (n + k) % 8,
-        "b4e": lambda n, k: (n - k) % 8,
-        "rc8": lambda n, k: n,
-        "ecl": max,
-        "ecr": min,
-        "rc16": lambda n, k: 2 * (n & 1) + (k & 1),
-    }
-    check_integers("prmt.b32 %d, %s0, %s1, %s2", [32] * 3, general)
-    for mode, index in modes.items():
-        check_integers(
-            f"prmt.b32.{mode} %d, %s0, %s1, %s2",
-            [32] * 3,
-            lambda a, b, c, index=index: sum(
-                pick(b << 32 | a, index(c & 3, k)) << 8 * k for k in range(4)
-            ),
-        )
-
-
-INTEGER_COMPARISONS = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-
-
-@pytest.mark.parametrize("bits,name,value", TYPES, ids=IDS)
-def test_integer_comparisons(bits, name, value):
-    for comparison, holds in INTEGER_COMPARISONS.items():
-        check_integers(
-            f"setp.{comparison}.{name} %d, %s0, %s1",
-            [bits] * 2,
-            lambda a, b, holds=holds: int(holds(value(a), value(b))),
-            1,
-        )
-
-
-def test_setp_combines_and_gives_two_results():
-    for how, combine in (("and", int.__and__), ("or", int.__or__), ("xor", int.__xor__)):
-        text = f".reg .pred %q, %x;\nsetp.lt.{how}.s32 %x|%q, %s0, %s1, %s2;\n"
-        check_integers(
-            text + "mov.pred %d, %x",
-            [32, 32, 1],
-            lambda a, b, c, f=combine: f(int(signed(a, 32) < signed(b, 32)), c & 1),
-            1,
-        )
-        check_integers(
-            text + "mov.pred %d, %q",
-            [32, 32, 1],
-            lambda a, b, c, f=combine: f(int(signed(a, 32) >= signed(b, 32)), c & 1),
-            1,
-        )
 
 
 def test_selections():
@@ -286,19 +59,6 @@ def test_packing_and_unpacking():
     )
 
 
-def test_integer_conversions():
-    for to, bits in (("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("u16", 16)):
-        for source, width in (("u32", 32), ("s32", 32), ("u16", 16), ("s16", 16), ("s64", 64)):
-            take = (lambda a, w=width: signed(a, w)) if source[0] == "s" else (lambda a: a)
-            check_integers(f"cvt.{to}.{source} %d, %s0", [width], take, bits)
-    check_integers(
-        "cvt.sat.s16.s32 %d, %s0", [32], lambda a: min(max(signed(a, 32), -32768), 32767), 16
-    )
-    check_integers("cvt.sat.u32.s32 %d, %s0", [32], lambda a: max(signed(a, 32), 0))
-    check_integers("cvt.sat.u8.u32 %d, %s0", [32], lambda a: min(a, 255))
-    check_integers("cvt.s32.s8 %d, %s0", [32], lambda a: signed(a, 8))
-
-
 def test_guard_keeps_the_old_value():
     check_integers(
         "mov.b32 %d, %s1;\n@%s2 add.u32 %d, %s0, 1",
@@ -311,6 +71,88 @@ def test_guard_keeps_the_old_value():
         lambda a, b, p: b << 32 | a if p & 1 else a << 32 | b,
         64,
     )
+
+
+def as_float(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.uint32).view(np.float32)
+
+
+def same_float(got: np.ndarray, want: np.ndarray) -> None:
+    """Bitwise equality, all NaNs alike."""
+    got, want = np.asarray(got, np.uint32), np.asarray(want, np.float32).view(np.uint32)
+    nan = np.isnan(as_float(got)) & np.isnan(as_float(want))
+    wrong = np.flatnonzero((got != want) & ~nan)
+    assert not wrong.size, (wrong[0], hex(got[wrong[0]]), hex(want[wrong[0]]))
+
+
+def flushed(values: np.ndarray) -> np.ndarray:
+    values = np.array(values, np.float32)
+    small = np.abs(values) < np.float32(2.0**-126)
+    return np.where(small, np.copysign(np.float32(0), values), values).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "operation,mode",
+    [("add", "rn"), ("add", "rm"), ("mul", "rn"), ("fma", "rn"), ("sub", "rn"), ("fma", "rz")],
+)
+def test_f32x2_does_each_half_like_f32(operation, mode):
+    count = 3 if operation == "fma" else 2
+    halves = [[float_words(50 + 2 * n), float_words(51 + 2 * n)] for n in range(count)]
+    packed = [
+        low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32) for low, high in halves
+    ]
+    operands = ", ".join(f"%s{n}" for n in range(count))
+    for ftz in ("", ".ftz"):
+        got = evaluate(f"{operation}.{mode}{ftz}.f32x2 %d, {operands}", packed, [64] * count, 64)
+        for half in (0, 1):
+            single = evaluate(
+                f"{operation}.{mode}{ftz}.f32 %d, {operands}",
+                [pair[half] for pair in halves],
+                [32] * count,
+            )
+            part = (got >> np.uint64(32 * half)).astype(np.uint32)
+            same_float(part, as_float(single))
+
+
+def _extreme(values, larger: bool, keep_nan: bool):
+    """PTX min or max of Python float32 values."""
+    numbers = [v for v in values if not np.isnan(v)]
+    if not numbers or keep_nan and len(numbers) < len(values):
+        return np.float32(np.nan)
+    return sorted(numbers, key=lambda v: (v, not np.signbit(v)))[-1 if larger else 0]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_min_max(count):
+    sources = [float_words(80 + n) for n in range(count)]
+    operands = ", ".join(f"%s{n}" for n in range(count))
+    rows = list(zip(*(as_float(s) for s in sources), strict=True))
+    for name in ("min", "max"):
+        for modifier in ("", ".NaN"):
+            got = evaluate(f"{name}{modifier}.f32 %d, {operands}", sources, [32] * count)
+            same_float(got, [_extreme(row, name == "max", bool(modifier)) for row in rows])
+    got = evaluate(f"max.ftz.f32 %d, {operands}", sources, [32] * count)
+    same_float(got, [_extreme(flushed(np.array(row)), True, False) for row in rows])
+    assert (got[np.isnan(as_float(got))] == 0x7FFFFFFF).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_half_factors_of_a_float_sum(kind):
+    """fma.f32.bf16 and its like: every product and sum here is exact in float64, then rounded."""
+    a, b, c = (np.random.default_rng(n).normal(size=64).astype(np.float32) for n in range(3))
+    a, b = (v.astype(np.float16).astype(np.float32) for v in (a, b))
+    if kind == "bf16":
+        a, b = (as_float(v.view(np.uint32) & 0xFFFF0000) for v in (a, b))
+    halves = [
+        v.view(np.uint32) >> 16 if kind == "bf16" else v.astype(np.float16).view(np.uint16)
+        for v in (a, b)
+    ]
+    halves = [v.astype(np.uint32) for v in halves]
+    floats = c.view(np.uint32)
+    got = evaluate(f"fma.rn.f32.{kind} %d, %s0, %s1, %s2", [*halves, floats], [16, 16, 32])
+    same_float(got, (a.astype(np.float64) * b + c).astype(np.float32))
+    got = evaluate(f"add.rn.f32.{kind} %d, %s0, %s1", [halves[0], floats], [16, 32])
+    same_float(got, (a.astype(np.float64) + c).astype(np.float32))
 
 
 # Address instructions.

@@ -64,8 +64,11 @@ def test_every_case_is_recorded():
     assert VECTORS.manifest["capability"] == "9.0"
 
 
+# Groups of single instructions that no other test has are whole by default, but for conversions.
 @pytest.mark.parametrize("cases", chunks())
-@pytest.mark.sampled("*-0")
+@pytest.mark.sampled(
+    "*-0", "integer-*", "bits-*", "compare-*", "float32-*", "half-*", "minmax-*", "convert-[1-4]"
+)
 def test_bit_for_bit(cases):
     check(cases)
 

@@ -118,8 +118,8 @@ def test_maxima_that_grow(steps, device):
 
 @pytest.mark.sampled
 def test_nan_comes_through(device):
-    """A code that is NaN: NaN in the rows that see it. One in V reaches the other queries of its
-    128 in its column."""
+    """A NaN in K makes NaN of the rows that see it. A NaN in V also reaches, in its column, the
+    other queries of its 128."""
     q, k, v = triple((200, 200), (2, 1), 1, device)
     clean, _ = attend((q, k, v), causal=True)
     for which in range(3):
@@ -140,7 +140,7 @@ def test_nan_comes_through(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.sampled
 def test_results_in_either_dtype(dtype, device):
-    """The dtype of out is the caller's; of the gate, too."""
+    """The caller chooses the dtype of out and of the gate."""
     tensors, given = triple((150, 150), (2, 2), 1, device), all_scales(1, 2, device=device)
     gate = torch.randn(1, 150, 2, 256, device=device).to(dtype)
     out = torch.empty(1, 150, 2, 256, dtype=dtype, device=device)
@@ -440,7 +440,7 @@ def test_shapes_without_running(architecture):
 
 
 def test_sums_of_hopper():
-    """The rule of scores on a Hopper GPU, beside the one that recorded cases follow."""
+    """Hopper's sums of scores follow the rule that recorded cases follow."""
     q, k = codes(5, 256), codes(9, 256)
     q[0], k[1, ::2] = 0.0, 0.0
     q[1] = (q[1].float() / 256).to(E4M3)

@@ -124,7 +124,7 @@ def test_a_plan_that_does_not_fit_is_refused():
 
 @pytest.fixture
 def sanitized(monkeypatch):
-    """(out, findings) of a causal call on Hopper under the sanitizer."""
+    """Return (out, findings) of a causal call on Hopper under the sanitizer."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
     monkeypatch.setenv("SM100_SIM_DEVICE", "h200:4")
@@ -141,7 +141,8 @@ def sanitized(monkeypatch):
 @pytest.mark.parametrize("config", [LONG, SHORT, ForwardConfig(ctas=2)], ids=repr)
 @pytest.mark.sampled("*block_kv=80,*ctas=1,*-static")
 def test_no_findings(sanitized, config, use_clc):
-    """Several tiles per CTA, steps that a warpgroup leaves out, and loads for a cluster."""
+    """The sanitizer finds nothing in calls with several tiles per CTA, with steps that a warpgroup
+    leaves out, and with loads for a cluster."""
     out, findings = sanitized(config, 700, use_clc)
     assert out.isfinite().all() and findings == []
 
@@ -158,7 +159,7 @@ def test_no_row_of_a_result_divides():
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.sampled
 def test_the_same_bits_under_both_schedulers(num_splits, monkeypatch):
-    """Tiles of several lengths on fewer SMs, in whatever order these come to them."""
+    """Tiles of several lengths give the same bits on fewer SMs, in whatever order SMs take them."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     q, k, v = (torch.randn(1, 700, 2, 256, dtype=torch.bfloat16) for _ in range(3))
     options = {"causal": True, "num_splits": num_splits, "return_lse": True}
