@@ -13,12 +13,13 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.measure.time_limit import TimeLimit
@@ -35,6 +36,8 @@ RATES = (
     Column("model"), Column("mode"), Column("backend"), Column("status"),
     Column("prompts", "tokens/s", ".0f"), Column("decoding", "tokens/s", ".0f"),
     Column("step", "ms", ".2f", "a step of decoding"),
+    Column("low", "ms", ".2f", "20 %"), Column("high", "ms", ".2f", "80 %"),
+    Column("gpu", "ms", ".2f", "all kernels of a step"),
     Column("start", "s", ".0f"), Column("first", title="kernels of ours made ready at the start"),
     Column("later", title="after the warm-up"),
 )  # fmt: skip
@@ -55,10 +58,14 @@ AGAIN = ", again"
 @dataclass(frozen=True)
 class Load:
     """Requests of a measurement. prompt: tokens of one on average, from half to one and a half of
-    it; tokens: generated for each."""
+    it; tokens: generated for each.
 
-    requests: int = 32
-    prompt: int = 1024
+    Requests of so many tokens, since with fewer a step of decoding takes a GPU less time than the
+    host, and all backends have the host's rate.
+    """
+
+    requests: int = 64
+    prompt: int = 8192
     tokens: int = 128
     rounds: int = 5
 
@@ -66,6 +73,12 @@ class Load:
     def longest(self) -> int:
         """Tokens of the longest request, and of a text that is scored."""
         return 3 * self.prompt // 2 + self.tokens + 1
+
+    @property
+    def compared(self) -> Load:
+        """Requests whose answers are compared: fewer, since vLLM returns log-probabilities one
+        Python object each."""
+        return replace(self, requests=min(self.requests, 32), prompt=min(self.prompt, 1024))
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
         """Return prompts of random tokens, in every process the same."""
@@ -84,7 +97,7 @@ def engine_arguments(
     found = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
         "attention_backend": backend, "max_model_len": load.longest + 1,
-        "max_num_seqs": load.requests, "max_num_batched_tokens": 8192,
+        "max_num_seqs": load.requests, "max_num_batched_tokens": 16384,
         "kv_cache_memory_bytes": nbytes, "gpu_memory_utilization": 0.25,
         "enable_prefix_caching": False, "additional_config": {"gdn_prefill_backend": "triton"},
     }  # fmt: skip
@@ -151,28 +164,33 @@ class Bench:
     ) -> dict[str, tuple[Generated, Scored]]:
         """Add times to the rows, and return each backend's answers, the second ones too."""
         load, answers = self.load, dict[str, tuple[Generated, Scored]]()
-        prompts, texts = load.prompts(self.size.vocabulary), list[list[int]]()
+        prompts = load.prompts(self.size.vocabulary)
+        compared, texts = load.compared.prompts(self.size.vocabulary), list[list[int]]()
         for name, child in [*children.items()]:
             with _noted(children, found, name):
                 warm = [child.ask(do="time", texts=prompts, tokens=n) for n in (1, load.tokens)]
+                warm.append(child.ask(do="decode", texts=compared, tokens=load.tokens))
                 found[name]["first"] += sum(one["readied"] for one in warm)
                 # The first backend's texts, or where it fails the next one's.
                 texts = texts or [
-                    text + tokens for text, tokens in zip(prompts, warm[1]["tokens"], strict=True)
+                    text + tokens for text, tokens in zip(compared, warm[2]["tokens"], strict=True)
                 ]
-                child.ask(do="decode", texts=prompts, tokens=load.tokens)
                 child.ask(do="score", texts=texts)
-                found[name] |= {"later": 0, "seconds": {1: [], load.tokens: []}}
+                found[name] |= {"later": 0, "seconds": [], "steps": []}
         for number in range(load.rounds):
             names = [*children]
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 with _noted(children, found, name):
                     self._round(children[name], found[name], prompts)
+        for name, child in [*children.items()]:
+            with _noted(children, found, name):
+                kernels = child.ask(do="profile", texts=prompts, tokens=load.tokens)["kernels"]
+                found[name] |= {"kernels": kernels, "gpu": sum(kernels.values()) / 1e3 or None}
         for suffix in ("", AGAIN):
             for name, child in [*children.items()]:
                 with _noted(children, found, name):
-                    generated = child.ask(do="decode", texts=prompts, tokens=load.tokens)
+                    generated = child.ask(do="decode", texts=compared, tokens=load.tokens)
                     scored = child.ask(do="score", texts=texts)
                     found[name]["later"] += generated["readied"] + scored["readied"]
                     answers[name + suffix] = (
@@ -182,11 +200,13 @@ class Bench:
         return answers
 
     def _round(self, child: Child, found: dict[str, Any], prompts: list[list[int]]) -> None:
-        """Add the times of a round: the first tokens of all prompts, then all tokens."""
-        for tokens, seconds in found["seconds"].items():
-            answer = child.ask(do="time", texts=prompts, tokens=tokens)
-            seconds.append(answer["seconds"])
-            found["later"] += answer["readied"]
+        """Add the times of a round: of the first tokens of all prompts, then of steps of
+        decoding."""
+        first = child.ask(do="time", texts=prompts, tokens=1)
+        every = child.ask(do="time", texts=prompts, tokens=self.load.tokens)
+        found["seconds"].append(first["seconds"])
+        found["steps"] += every["steps"]
+        found["later"] += first["readied"] + every["readied"]
 
 
 @contextmanager
@@ -215,17 +235,19 @@ def _agreements(
 
 
 def _row(found: dict[str, Any], load: Load, total: int) -> dict[str, Any]:
-    """Return a row of rates. total: tokens of all prompts. Decoding takes the time of all tokens
-    less that of the first ones."""
+    """Return a row of rates. total: tokens of all prompts. A step of decoding is one in which all
+    requests decode."""
     row = dict.fromkeys(column.name for column in RATES) | {"status": "ok"} | found
-    seconds = row.pop("seconds", None)
+    seconds, steps = row.pop("seconds", None), row.pop("steps", None)
     if row["status"] != "ok" or seconds is None:
         return row
-    first, whole = median(seconds[1]), median(seconds[load.tokens])
-    steps = load.tokens - 1
+    row |= {"prompts": total / median(seconds), "seconds": seconds}
+    if not steps:
+        return row | {"status": "no step in which all requests decode; accepted: more tokens"}
+    low, middle, high = (float(at) for at in np.percentile(steps, (20, 50, 80)))
     return row | {
-        "prompts": total / first, "decoding": load.requests * steps / (whole - first),
-        "step": (whole - first) / steps * 1e3, "seconds": seconds,
+        "decoding": load.requests / middle,
+        "step": middle * 1e3, "low": low * 1e3, "high": high * 1e3,
     }  # fmt: skip
 
 
@@ -245,11 +267,13 @@ def tables(
     text = (
         f"{size.layers} layers, {size.heads} query heads, hidden size {size.hidden}, vocabulary "
         f"{size.vocabulary}, random weights; {load.requests} prompts of {load.prompt} tokens on "
-        f"average, {load.tokens} generated for each; medians of {load.rounds} rounds, "
-        "interleaved."
+        f"average, {load.tokens} generated for each; {load.rounds} rounds, interleaved. "
+        "Medians, of steps in which all requests decode."
     )
+    compared = load.compared
     judged = (
-        "The first backend's texts are scored by all. Differences of log p are absolute, over "
+        f"{compared.requests} requests of {compared.prompt} tokens on average. The first backend's "
+        "texts are scored by all. Differences of log p are absolute, over "
         "generated tokens before the first difference of a request, and over all tokens of the "
         "scored texts."
     )

@@ -1,15 +1,17 @@
 """Host time of eager calls: what the host does before a call returns.
 
 A call's time is that between its start and its return, with the GPU idle before each repetition and
-so few calls in it that no queue fills up.
+so few calls in it that no queue fills up. A virtual machine may share cores with others, so the
+process stays on those that are quietest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ PAGE_ROWS = 16
 
 #: Calls of a repetition, few enough for every queue of launches, and repetitions.
 CALLS, REPETITIONS = 20, 40
+#: Repetitions between two choices of cores, and cores: the thread of a backward has its own.
+BETWEEN_CHOICES, CORES = 8, 2
 
 
 @dataclass(frozen=True)
@@ -139,25 +143,35 @@ class Times(NamedTuple):
 
 def microseconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor]) -> Times:
     """Return the host time of a call; of its backward alone where the case is one."""
-    leaves, device = inputs.leaves, inputs.q.device
     found, loops = [], []
-    for repetition in range(REPETITIONS + 3):
-        outs = [call() for _ in range(CALLS)] if case.backward else []
-        _synchronize(device)
-        begin = time.perf_counter()
-        if case.backward:
-            for out in outs:
-                torch.autograd.grad(out, leaves, inputs.dout)
-        else:
-            for _ in range(CALLS):
+    with quiet_cores() as choose_cores:
+        for repetition in range(REPETITIONS + 3):
+            if repetition % BETWEEN_CHOICES == 0:
+                choose_cores()
                 call()
-        seconds = (time.perf_counter() - begin) / CALLS
-        _synchronize(device)
-        if repetition >= 3:
-            found.append(seconds * 1e6)
-            loops.append(_loop_seconds() * 1e9)
+            seconds = _seconds(case, inputs, call)
+            if repetition >= 3:
+                found.append(seconds / CALLS * 1e6)
+                loops.append(_loop_seconds() * 1e9)
     low, median, high = map(float, np.percentile(found, (20, 50, 80)))
     return Times(low, median, high, float(np.median(loops)))
+
+
+def _seconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds that `CALLS` calls take."""
+    device = inputs.q.device
+    outs = [call() for _ in range(CALLS)] if case.backward else []
+    _synchronize(device)
+    begin = time.perf_counter()
+    if case.backward:
+        for out in outs:
+            torch.autograd.grad(out, inputs.leaves, inputs.dout)
+    else:
+        for _ in range(CALLS):
+            call()
+    seconds = time.perf_counter() - begin
+    _synchronize(device)
+    return seconds
 
 
 def _synchronize(device: torch.device) -> None:
@@ -171,6 +185,35 @@ def _loop_seconds(iterations: int = 2000) -> float:
     for _ in range(iterations):
         pass
     return (time.perf_counter() - begin) / iterations
+
+
+@contextlib.contextmanager
+def quiet_cores() -> Iterator[Callable[[], None]]:
+    """Yield a function that keeps all threads of this process on the cores where an empty loop is
+    shortest now. It does nothing where the system has no affinity of threads."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield lambda: None
+        return
+    allowed = os.sched_getaffinity(0)
+
+    def choose() -> None:
+        loops = {}
+        for core in allowed:
+            os.sched_setaffinity(0, {core})
+            loops[core] = min(_loop_seconds() for _ in range(5))
+        _keep_on(sorted(allowed, key=lambda core: loops[core])[:CORES])
+
+    try:
+        yield choose
+    finally:
+        _keep_on(allowed)
+
+
+def _keep_on(cores: Collection[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        # A thread may have ended since.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 @contextlib.contextmanager

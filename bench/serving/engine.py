@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 __all__ = ["main"]
@@ -23,6 +24,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+#: Steps of a profile.
+PROFILED = 16
 
 
 def main() -> int:
@@ -84,10 +87,81 @@ def _generate(engine: Any, texts: list[list[int]], tokens: int, **options: Any) 
 
 
 def _time(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Generate. steps: seconds of each step in which all requests decoded."""
     begin = time.perf_counter()
-    found = _generate(engine, texts, tokens)
+    with _timed_steps(engine.llm_engine, len(texts)) as steps:
+        found = _generate(engine, texts, tokens)
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "tokens": [list(one.outputs[0].token_ids) for one in found]}
+    answers = [list(one.outputs[0].token_ids) for one in found]
+    return {"seconds": seconds, "steps": steps, "tokens": answers}
+
+
+@contextmanager
+def _timed_steps(engine: Any, requests: int) -> Iterator[list[float]]:
+    """Collect the seconds of vLLM's steps that begin and end with so many requests, all of which
+    have their prompt behind them."""
+    step, steps = engine.step, list[float]()
+
+    def timed() -> Any:
+        decoding, begin = _all_decode(engine, requests), time.perf_counter()
+        outputs = step()
+        seconds = time.perf_counter() - begin
+        if decoding and _all_decode(engine, requests):
+            steps.append(seconds)
+        return outputs
+
+    engine.step = timed
+    try:
+        yield steps
+    finally:
+        del engine.step
+
+
+def _all_decode(engine: Any, requests: int) -> bool:
+    """Return whether so many requests are served, with their prompts behind them."""
+    states = engine.output_processor.request_states.values()
+    return len(states) == requests and not any(state.is_prefilling for state in states)
+
+
+def _profile(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Return what a step of decoding takes the GPU. kernels: microseconds of a step, by name; none
+    without a GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {"kernels": {}}
+    inner, profiler, steps = engine.llm_engine, profile(activities=[ProfilerActivity.CUDA]), 0
+    step = inner.step
+
+    def profiled() -> Any:
+        nonlocal steps
+        if steps == 0 and _all_decode(inner, len(texts)):
+            torch.cuda.synchronize()
+            profiler.start()
+            steps = 1
+        elif 0 < steps < PROFILED:
+            steps += 1
+        elif steps == PROFILED:
+            torch.cuda.synchronize()
+            profiler.stop()
+            steps += 1
+        return step()
+
+    inner.step = profiled
+    try:
+        _generate(engine, texts, tokens)
+    finally:
+        del inner.step
+    if steps <= PROFILED:
+        return {"kernels": {}}
+    return {
+        "kernels": {
+            event.key: event.self_device_time_total / PROFILED
+            for event in profiler.key_averages()
+            if event.self_device_time_total
+        }
+    }
 
 
 def _decode(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -113,7 +187,7 @@ def _score(engine: Any, texts: list[list[int]]) -> dict[str, Any]:
 
 
 _ORDERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "time": _time, "decode": _decode, "score": _score,
+    "time": _time, "decode": _decode, "score": _score, "profile": _profile,
 }  # fmt: skip
 
 
