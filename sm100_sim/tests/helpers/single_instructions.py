@@ -8,47 +8,14 @@ from harness import compile_body, run_compiled
 from sm100_sim.state.warp import Environment
 
 SPECIAL_INTS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    255,
-    256,
-    0x7FFF,
-    0x8000,
-    0xFFFF,
-    0x7FFFFFFF,
-    0x80000000,
-    0x80000001,
-    0xFFFFFFFF,
-]
+    0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000,
+    0x80000001, 0xFFFFFFFF,
+]  # fmt: skip
 SPECIAL_FLOATS = [
-    0x00000000,
-    0x80000000,
-    0x00000001,
-    0x80000001,
-    0x007FFFFF,
-    0x00800000,
-    0x80800000,
-    0x3F800000,
-    0xBF800000,
-    0x3F800001,
-    0x7F7FFFFF,
-    0xFF7FFFFF,
-    0x7F800000,
-    0xFF800000,
-    0x7FC00000,
-    0x7F800001,
-    0x4B000001,
-    0x33800000,
-]
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x3F800000,
+    0xBF800000, 0x3F800001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001,
+    0x4B000001, 0x33800000,
+]  # fmt: skip
 LANES = 32
 
 
