@@ -1,4 +1,6 @@
-"""TMA tiles against an element-by-element formula: edges, swizzles, fills, stores, reductions."""
+"""TMA tiles against an element-by-element formula: edges, stores, padded elements, refusals. Fills,
+strides and reductions are recorded (tests/tools/test_golden.py, "tma").
+"""
 
 import dataclasses
 import itertools
@@ -121,60 +123,6 @@ def test_stores_drop_what_lies_outside(case):
     assert np.array_equal(array, want)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("f16", np.float16), ("f32", np.float32)])
-def test_nan_fill(dtype, kind):
-    array = aligned(16 * 32 * np.dtype(kind).itemsize).view(kind).reshape(16, 32)
-    array[...] = 1
-    t = describe(array, (32, 4), dtype, nan_fill=True)
-    smem = aligned(4096)
-    tiles.load_tile(t, (16, 14), HostMemory(array), smem, 0)
-    tile = smem[: t.tile_bytes].view(kind).reshape(4, 32)
-    assert (tile[:2, :16] == 1).all()
-    assert np.isnan(tile[:2, 16:]).all() and np.isnan(tile[2:]).all()
-
-
-def test_strides_are_the_descriptors_own():
-    """A transposed head layout and a broadcast (stride 0) dimension read as they say."""
-    array = aligned(4 * 6 * 64 * 2).view(np.uint16).reshape(4, 6, 64)
-    array[...] = np.arange(array.size).reshape(array.shape)
-    view = array.transpose(1, 0, 2)
-    smem = aligned(8192)
-    t = describe(view, (64, 4, 2), "u16", swizzle=128)
-    tiles.load_tile(t, (0, 0, 3), HostMemory(array), smem, 1024)
-    want = aligned(8192)
-    slow_load(view, t, (0, 0, 3), want, 1024, 0)
-    assert np.array_equal(smem, want)
-    broadcast = np.broadcast_to(array[:1], (5, 6, 64))
-    t = describe(broadcast, (64, 6, 5), "u16")
-    tiles.load_tile(t, (0, 0, 0), HostMemory(array), smem, 0)
-    got = smem[: t.tile_bytes].view(np.uint16).reshape(5, 6, 64)
-    assert np.array_equal(got, broadcast)
-
-
-@pytest.mark.parametrize("operation", ["add", "min", "max"])
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [("f32", np.float32), ("f16", np.float16), ("s32", np.int32)]
-)
-def test_reductions(operation, dtype, kind):
-    rng = np.random.default_rng(3)
-    array = aligned(8 * 32 * np.dtype(kind).itemsize).view(kind).reshape(8, 32)
-    array[...] = rng.integers(-50, 50, array.shape)
-    smem = aligned(16384)
-    tile = smem[: array.nbytes].view(kind).reshape(8, 32)
-    tile[...] = rng.integers(-50, 50, array.shape)
-    want = {"add": np.add, "min": np.minimum, "max": np.maximum}[operation](array, tile)
-    t = describe(array, (32, 8), dtype)
-    tiles.store_tile(t, (0, 0), HostMemory(array), smem, 0, operation)
-    assert np.array_equal(array, want)
-
-
-def test_bf16_add_rounds_to_nearest_even():
-    old = np.array([0x3F80, 0x3F81, 0x7F80], np.uint16)  # 1, 1 + 2^-7, inf
-    new = np.array([0x3B80, 0x3B80, 0xFF80], np.uint16)  # 2^-8, 2^-8, -inf
-    result = tiles.reduced("add", "bf16", old.view(np.uint8), new.view(np.uint8)).view(np.uint16)
-    assert result.tolist() == [0x3F80, 0x3F82, 0x7FFF]
-
-
 def test_what_is_refused():
     array = aligned(64 * 64 * 2).view(np.uint16).reshape(64, 64)
     memory, smem = HostMemory(array), aligned(16384)
@@ -204,19 +152,6 @@ def test_a_load_that_begins_before_its_tensor_needs_the_first_byte():
         tiles.load_tile(below, (0, -2, 4), memory, smem, 0)
     tiles.load_tile(t, (0, -2, 0), memory, smem, 0)
     assert (smem[: t.tile_bytes].view(np.uint16).reshape(4, 64)[2:] == array[:2]).all()
-
-
-def test_rows_shorter_than_the_swizzle_span():
-    """Rows stand one span apart, each swizzled as if it filled its span (golden vectors)."""
-    array = aligned(64 * 64 * 2).view(np.uint16).reshape(64, 64)
-    array[:] = np.arange(64 * 64).reshape(64, 64)
-    memory, smem = HostMemory(array), aligned(16384)
-    tiles.load_tile(describe(array, (32, 8), "u16", swizzle=128), (0, 0), memory, smem, 0)
-    words = smem.view(np.uint16)
-    for row in range(8):
-        for column in range(32):
-            address = row * 128 + column * 2
-            assert words[(address ^ (row << 4)) // 2] == array[row, column]
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("b4x16_p64", 4), ("b6x16_p32", 6)])

@@ -1,5 +1,6 @@
-"""ldmatrix, stmatrix, movmatrix and mma.sync against the PTX ISA's fragment tables, written out one
-element at a time."""
+"""ldmatrix and stmatrix of bytes, movmatrix and mma.sync against the PTX ISA's fragment tables, one
+element at a time. Matrices of 16 bits are recorded (tests/tools/test_golden.py, "matrix").
+"""
 
 import numpy as np
 import pytest
@@ -30,28 +31,6 @@ def load(text: str, count: int, shared: np.ndarray, given: int = 32) -> np.ndarr
     run = run_warp(body, {"%a": addresses}, names, shared=shared)
     assert run.stops[-1].kind == "exit", run.stops[-1]
     return np.stack([run[name] for name in names])
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ldmatrix(count):
-    shared = fresh_shared()
-    got = load(f"ldmatrix.sync.aligned.m8n8.x{count}.shared.b16", count, shared, 8 * count)
-    for i in range(count):
-        for t in range(32):
-            words = row(shared, 8 * i + t // 4).view(np.uint32)
-            assert got[i, t] == words[t % 4]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ldmatrix_transposed(count):
-    shared = fresh_shared()
-    text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared::cta.b16"
-    got = load(text, count, shared, 8 * count)
-    for i in range(count):
-        matrix = np.stack([row(shared, 8 * i + r).view(np.uint16) for r in range(8)]).T
-        for t in range(32):
-            low, high = matrix[t // 4, 2 * (t % 4) : 2 * (t % 4) + 2].astype(np.uint32)
-            assert got[i, t] == low | high << 16
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -98,18 +77,6 @@ def store(text: str, registers: np.ndarray) -> np.ndarray:
                    shared=shared)  # fmt: skip
     assert run.stops[-1].kind == "exit", run.stops[-1]
     return shared
-
-
-@pytest.mark.parametrize("trans", ["", ".trans"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_stmatrix_is_the_inverse_of_ldmatrix(count, trans):
-    shared = fresh_shared()
-    registers = load(f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16", count, shared)
-    back = store(f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16", registers)
-    written = np.zeros_like(shared, bool)
-    for lane in range(8 * count):
-        written[0, PLACES[lane] : PLACES[lane] + 16] = True
-    assert np.array_equal(back, np.where(written, shared, 0))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
