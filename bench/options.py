@@ -20,7 +20,6 @@ from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
 from bench.tables.comparison import BOUND, FUNCTION, OURS, OURS_BF16, SOFTCAP, YARDSTICK
 from bench.tables.results import add_output_options
-from bench.tables.shape_options import add_shape_options
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 
@@ -186,7 +185,12 @@ def masks(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seqlen", type=int, default=8192, help="of queries, and of keys")
+    parser.add_argument("--seqlen-k", type=int, help="of keys, where it is another")
+    parser.add_argument("--heads", default="16/2", metavar="Q/KV", help="query and KV heads")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", type=int, metavar="LEFT", help="keys seen left of the diagonal")
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
     parser.add_argument("--run", action="store_true", help="run the commands")
     parser.add_argument("--report", default="fa4_hd256", help="begin of the reports' file names")

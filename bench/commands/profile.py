@@ -18,7 +18,6 @@ import torch
 from bench.measure.providers import Inputs, Ours, attempt, backward_call, forward_call
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
 from bench.tables.results import emit
-from bench.tables.shape_options import chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 #: Direction -> regular expression of its kernels' names.
@@ -115,6 +114,20 @@ def call_twice(case: Case, direction: str) -> None:
             raise ValueError(failed)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
+
+
+def chosen_case(arguments: argparse.Namespace) -> Case:
+    """Return the case of the options. Raises ValueError for sizes that make none."""
+    try:
+        heads, heads_kv = map(int, arguments.heads.split("/"))
+    except ValueError:
+        raise ValueError(f"--heads {arguments.heads}; accepted is a pair such as 16/2") from None
+    seqlen, seqlen_k = arguments.seqlen, arguments.seqlen_k or arguments.seqlen
+    if min(arguments.batch, seqlen, seqlen_k, heads, heads_kv) < 1:
+        raise ValueError("batch, lengths and heads must be at least 1")
+    lengths = ((seqlen, seqlen_k),) * arguments.batch
+    window = (arguments.window, None)
+    return Case("chosen", lengths, heads, heads_kv, arguments.causal, window)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from printed_rows import noting, rows_in
 
-from bench.tables import ready
 from lab.__main__ import main
 from lab.commands import calibrate, parallel, ranks, validate
 from lab.measure.rank_processes import ONE_GPU
@@ -20,26 +20,7 @@ from lab.validation import validation
 
 @pytest.fixture
 def seen(monkeypatch, capfd):
-    """Function that yields what it is given, and notes what is on stderr before each."""
-    monkeypatch.delenv("FA4_HD256_PROGRESS", raising=False)
-    monkeypatch.setattr(ready, "LATER", 0.0)
-    texts = [""]
-
-    def noted(found):
-        for one in found:
-            texts[0] += capfd.readouterr().err
-            noted.before.append(texts[0])
-            yield one
-
-    noted.before = []
-    return noted
-
-
-def rows_in(text):
-    """Rows below their heading; nothing else may be on stderr."""
-    lines = text.splitlines()
-    assert all(line.startswith("| ") for line in lines), text
-    return max(0, len(lines) - 1)
+    return noting(monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("command", [parallel, ranks], ids=["parallel", "ranks"])

@@ -3,16 +3,15 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
+from printed_rows import HALF
 
 from bench.__main__ import main
 from bench.commands import ex2_sweep
-from bench.commands.ex2_sweep import Times
 from bench.measure import exp2 as measured
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY
 from lab.model import exp2 as modelled
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
@@ -24,16 +23,6 @@ from lab.whole.problem import TileCosts
 from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
-
-HALF = Ex2Pattern(4, 2)
-
-
-def times(hardware: float, half: float) -> dict:
-    return {
-        (pattern, name): Times(np.array([seconds, 0.99 * seconds, 1.01 * seconds]), "clusters", 1.0)
-        for pattern, seconds in ((HARDWARE_ONLY, hardware), (HALF, half))
-        for name in measured.SEQLENS
-    }
 
 
 def planted(monkeypatch):

@@ -1,10 +1,10 @@
 """The sweep of exp2 mixes: its grid, its errors, its choice."""
 
-import numpy as np
 import pytest
+from printed_rows import HALF, times
 
 from bench.commands import ex2_sweep
-from bench.commands.ex2_sweep import Error, Times
+from bench.commands.ex2_sweep import Error
 from bench.measure import exp2 as measured
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.architecture import tuned
@@ -13,7 +13,7 @@ from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pat
 
 pytest.importorskip("cutlass")
 
-HALF = Ex2Pattern(4, 2)
+
 AXES = {"freq": [4, 8], "res": [2, 3, 4], "start": [0], "degree": [3, 5]}
 
 
@@ -38,14 +38,6 @@ def test_errors_follow_the_polynomial():
     # bf16 keeps 8 bits of P, which hides degree 3 but not degree 2.
     assert hardware.out == pytest.approx(fine.out, rel=0.02)
     assert 1.05 * hardware.out < coarse.out < 3e-3
-
-
-def times(hardware: float, half: float) -> dict:
-    return {
-        (pattern, name): Times(np.array([seconds, 0.99 * seconds, 1.01 * seconds]), "clusters", 1.0)
-        for pattern, seconds in ((HARDWARE_ONLY, hardware), (HALF, half))
-        for name in measured.SEQLENS
-    }
 
 
 @pytest.mark.parametrize(("half", "chosen"), [(0.97, HARDWARE_ONLY), (0.90, HALF)])
