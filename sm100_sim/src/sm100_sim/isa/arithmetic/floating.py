@@ -228,7 +228,11 @@ def float_to_half(e: Emitter, value: str, type_name: str, rounding: str = "rn") 
 
 def split_pair(e: Emitter, op: Operand) -> tuple[str, str]:
     """Low and high i16 lanes of a 32-bit operand."""
-    value = e.get(op, "i32")
+    return split_word(e, e.get(op, "i32"))
+
+
+def split_word(e: Emitter, value: str) -> tuple[str, str]:
+    """Low and high i16 lanes of i32 lanes."""
     high = e.binary("lshr", "i32", value, splat("i32", 16))
     return e.cast("trunc", value, "i32", "i16"), e.cast("trunc", high, "i32", "i16")
 
@@ -241,7 +245,12 @@ def join_pair(e: Emitter, low: str, high: str) -> str:
 
 def _half_lanes(e: Emitter, op: Operand, type_name: str) -> list[str]:
     """A half-precision operand as f32 lanes: one vector, or low and high of a packed pair."""
-    parts = split_pair(e, op) if type_name.endswith("x2") else (e.get(op, "i16"),)
+    return _lanes_of_word(e, e.get(op, "i32" if type_name.endswith("x2") else "i16"), type_name)
+
+
+def _lanes_of_word(e: Emitter, word: str, type_name: str) -> list[str]:
+    """Lanes of half precision, i16 or packed in i32, as f32 lanes: one vector, or low and high."""
+    parts = split_word(e, word) if type_name.endswith("x2") else (word,)
     return [half_to_float(e, part, type_name) for part in parts]
 
 
@@ -280,20 +289,22 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
         return e.set_halves(destination, "float", low, high)
     if rounding not in ("rn", "") or ftz and type_name.startswith("bf16"):
         raise unknown(i, "half precisions are implemented with .rn, .ftz with f16 only")
-    lanes = [_half_lanes(e, op, type_name) for op in sources]
-    results = []
-    for values in zip(*lanes, strict=True):
-        results.append(
-            _half_result(
-                e,
-                operation,
-                list(values),
-                negate_second,
-                type_name,
-                (bool(ftz), bool(sat), bool(relu)),
-            )
-        )
-    _set_half(e, destination, results)
+    kind = "i32" if type_name.endswith("x2") else "i16"
+    options = bool(ftz), bool(sat), bool(relu)
+
+    def compute_halves(body: Emitter, *words: str) -> str:
+        lanes = [_lanes_of_word(body, word, type_name) for word in words]
+        results = [
+            _half_result(body, operation, list(values), negate_second, type_name, options)
+            for values in zip(*lanes, strict=True)
+        ]
+        return join_pair(body, *results) if kind == "i32" else results[0]
+
+    name = "_".join((operation, *("negated",) * negate_second, *i.modifiers))
+    words = [e.get(op, kind) for op in sources]
+    e.set(
+        destination, kind, e.shared_function(name, compute_halves, *words, kind=kind, result=kind)
+    )
 
 
 def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool) -> None:

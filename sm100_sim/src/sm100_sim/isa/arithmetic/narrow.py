@@ -70,13 +70,18 @@ def convert(e: Emitter, i: Instruction) -> None:
         return _stochastic(e, i, options, to, source)
     if source in PAIRS and to == "f16x2":
         _accept(i, options, ("rn", "relu"), ("rn",))
-        return _widen(e, i, _FORMATS[source[:-2]], "relu" in options)
+        return _widen(e, i, source[:-2], "relu" in options)
     if to not in PAIRS or source not in ("f32", "f16x2", "bf16x2"):
         raise unknown(i, "narrow formats convert in pairs from f32, f16x2 and bf16x2, and to f16x2")
     _accept(i, options, ("rn", "satfinite", "relu"), ("rn", "satfinite"))
-    form = _FORMATS[to[:-2]]
+    form, relu = _FORMATS[to[:-2]], "relu" in options
+
+    def encode(body: Emitter, value: str) -> str:
+        return _encode(body, value, form, relu, None)
+
+    name = f"encode_{to}{'_relu' * relu}"
     high, low = (
-        _encode(e, value, form, "relu" in options, None) for value in _source_pair(e, i, source)
+        e.shared_function(name, encode, value, result="i32") for value in _source_pair(e, i, source)
     )
     _set_codes(e, i, form, [high, low])
 
@@ -167,29 +172,40 @@ def _round(e: Emitter, significand: str, shift: str, random: tuple[str, int] | N
     return e.binary("lshr", "i64", e.binary("add", "i64", significand, added), shift)
 
 
-def _widen(e: Emitter, i: Instruction, form: Format, relu: bool) -> None:
+def _widen(e: Emitter, i: Instruction, name: str, relu: bool) -> None:
     """cvt.rn{.relu}.f16x2 from a pair of narrow codes."""
-    packed = e.get(i.operands[1], "i8" if form.storage == 4 else "i16")
-    packed = e.cast("zext", packed, "i8" if form.storage == 4 else "i16", "i32")
-    halves = []
-    for place in (0, form.storage):
-        code = e.binary("lshr", "i32", packed, splat("i32", place))
-        sign = e.binary("and", "i32", code, splat("i32", 1 << form.width - 1))
-        magnitude = e.binary("and", "i32", code, splat("i32", (1 << form.width - 1) - 1))
-        bits = e.binary("shl", "i32", magnitude, splat("i32", 23 - form.mantissa))
-        scale = e.float_constant(254 - form.bias << 23)
-        value = e.binary("fmul", "float", e.cast("bitcast", bits, "i32", "float"), scale)
-        half = float_to_half(e, value, "f16")
-        negative = e.compare("ne", "i32", sign, splat("i32", 0))
-        signed = e.binary("or", "i16", half, splat("i16", 0x8000))
-        half = e.select(negative, "i16", splat("i16", 0) if relu else signed, half)
-        # Infinity, which e5m2 alone has, lies one above the greatest finite code.
-        if form.nan != form.greatest:
-            least = form.greatest + (2 if form.mantissa == 2 else 1)
-            nan = e.compare("uge", "i32", magnitude, splat("i32", least))
-            half = e.select(nan, "i16", splat("i16", 0x7FFF), half)
-        halves.append(half)
-    e.set(i.operands[0], "i32", join_pair(e, *halves))
+    form = _FORMATS[name]
+    kind = "i8" if form.storage == 4 else "i16"
+
+    def widen(body: Emitter, packed: str) -> str:
+        codes = (
+            body.binary("lshr", "i32", packed, splat("i32", place)) for place in (0, form.storage)
+        )
+        return join_pair(body, *(_widened(body, code, form, relu) for code in codes))
+
+    packed = e.cast("zext", e.get(i.operands[1], kind), kind, "i32")
+    function = f"widen_{name}{'_relu' * relu}"
+    value = e.shared_function(function, widen, packed, kind="i32", result="i32")
+    e.set(i.operands[0], "i32", value)
+
+
+def _widened(e: Emitter, code: str, form: Format, relu: bool) -> str:
+    """i32 lanes, whose low bits are codes, to i16 lanes holding f16."""
+    sign = e.binary("and", "i32", code, splat("i32", 1 << form.width - 1))
+    magnitude = e.binary("and", "i32", code, splat("i32", (1 << form.width - 1) - 1))
+    bits = e.binary("shl", "i32", magnitude, splat("i32", 23 - form.mantissa))
+    scale = e.float_constant(254 - form.bias << 23)
+    value = e.binary("fmul", "float", e.cast("bitcast", bits, "i32", "float"), scale)
+    half = float_to_half(e, value, "f16")
+    negative = e.compare("ne", "i32", sign, splat("i32", 0))
+    signed = e.binary("or", "i16", half, splat("i16", 0x8000))
+    half = e.select(negative, "i16", splat("i16", 0) if relu else signed, half)
+    # Infinity, which e5m2 alone has, lies one above the greatest finite code.
+    if form.nan != form.greatest:
+        least = form.greatest + (2 if form.mantissa == 2 else 1)
+        nan = e.compare("uge", "i32", magnitude, splat("i32", least))
+        half = e.select(nan, "i16", splat("i16", 0x7FFF), half)
+    return half
 
 
 def _stochastic(e: Emitter, i: Instruction, options: list[str], to: str, source: str) -> None:
