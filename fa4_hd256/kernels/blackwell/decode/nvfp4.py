@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
@@ -157,35 +157,44 @@ class DecodeNvfp4Kernel(DecodeKernel):
     @cute.jit
     def convert(self, context: BlackwellE4m3DecodeContext):
         """Bring Q and K(0) to float16, then K(i + 1) before V(i); Q and K(0) of the next tile
-        before the last V of this one."""
+        before the last V of this one.
+
+        One loop over the steps of all tiles: each conversion is thousands of instructions, and
+        stands in the kernel once.
+        """
         waited = "rows_loaded", "factors_free", "kv_loaded", "operand_free"
         states = self.edges.waiter_states(*waited)
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-        if work.is_valid:
-            states = self._convert_first(context, states)
-        while work.is_valid:
-            for _ in cutlass.range(1, self.num_steps(context, work), unroll=1):
+        step, num_steps = Int32(0), self._steps(context, work)
+        # V of the step before is still to come.
+        has_values = Boolean(False)
+        while work.is_valid | has_values:
+            has_keys = step < num_steps
+            if has_keys:
+                if step == 0:
+                    states = self._bring_q(context, states)
                 states = self._convert_tile(context, "k", states)
+            if has_values:
                 states = self._convert_tile(context, "v", states)
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                states = self._convert_first(context, states)
-            states = self._convert_tile(context, "v", states)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-                if work.is_valid:
-                    states = self._convert_first(context, states)
+            step += 1
+            if step >= num_steps:
+                if has_keys:
+                    work = scheduler.advance_to_next_work()
+                else:
+                    scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                step, num_steps = Int32(0), self._steps(context, work)
+            has_values = has_keys
         # The last commits arrive at this CTA's barriers.
         context.barriers["operand_free"].wait_for_all(states["operand_free"])
 
-    def _convert_first(self, context: BlackwellE4m3DecodeContext, states: RingStates) -> RingStates:
-        """Bring to float16 what QK(0) of a tile takes."""
-        states = self._bring_q(context, states)
-        return self._convert_tile(context, "k", states)
+    @cute.jit
+    def _steps(self, context: BlackwellE4m3DecodeContext, work: WorkTile):
+        """Return the steps of a tile; 0 for one that is not valid."""
+        steps = Int32(0)
+        if work.is_valid:
+            steps = self.num_steps(context, work)
+        return steps
 
     @traced("convert")
     @cute.jit
