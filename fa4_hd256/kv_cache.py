@@ -22,13 +22,13 @@ from .call import cache_checks
 from .call.autocast import autocast, is_autocasting
 from .call.cache_checks import check_memory, resolve_cache_call
 from .call.forward_problem import bounded
-from .call.operator_arguments import CacheTensors
+from .call.operator_arguments import CacheTensors, flat
 from .call.options import BY_RULE, NO_WINDOW
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
-from .kernels.functions.kernel_functions import SCORE_MOD
+from .kernels.functions.user_functions import SCORE_MOD
 from .kernels.nvfp4_format import BLOCK_SCALES
 from .kernels.problem_class import DESCALES, result_dtypes
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
@@ -237,7 +237,7 @@ def _write_and_attend(
     if out is None:
         dtype = result_dtypes(q.dtype)[0]
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    return out, forward_kvcache(out, *tensors[1:], *values)
+    return out, forward_kvcache(out, *tensors[1:], *flat(values))
 
 
 #: Fields of `CacheTensors` that come by name.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .call.functions.keys import KernelFunction, check_function, key_of, register
-from .kernels.functions.kernel_functions import MASK_MOD
+from .kernels.functions.kernel_functions import Functions
 from .kernels.functions.part_places import key_in_part
-from .kernels.functions.user_functions import Functions
+from .kernels.functions.user_functions import MASK_MOD
 
 __all__ = ["MaskMod"]
 

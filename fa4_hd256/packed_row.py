@@ -28,9 +28,9 @@ from .call.operator_arguments import with_batch
 from .call.options import BY_RULE
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
-from .kernels.functions.kernel_functions import ALIBI, MASK_MOD, SCORE_MOD
+from .kernels.functions.kernel_functions import Functions
 from .kernels.functions.row_places import SequenceOfQuery, key_in_row
-from .kernels.functions.user_functions import Functions
+from .kernels.functions.user_functions import ALIBI, MASK_MOD, SCORE_MOD
 from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows
 from .score_mods import ScoreMod

@@ -53,6 +53,7 @@ import torch
 from . import environment
 from .call.forward_problem import Call
 from .call.memory import ALIGNMENT
+from .call.operator_arguments import values_of
 from .call.options import NO_WINDOW
 from .call.process import is_intercepted, sms_are_shared
 from .package_name import NAMESPACE
@@ -439,11 +440,10 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     return run(kind, execution, tensors, addresses)
 
 
-def resolve_fields(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
-    """Return a `Kind.resolve` for facts that begin with the fields of a named tuple: it checks
-    nothing, since the plan does."""
-    count = len(fields._fields)
-    return lambda tensors, facts: fields(*facts[:count])
+def resolve_fields(values: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
+    """Return a `Kind.resolve` for facts that begin with an operator's values, of a class of
+    `operator_arguments`: it checks nothing, since the plan does."""
+    return lambda tensors, facts: values_of(values, facts)
 
 
 def repeats(tensors: Tensors) -> bool:

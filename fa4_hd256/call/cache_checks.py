@@ -153,7 +153,7 @@ def resolve_cache_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheV
     call, interleaved = CacheTensors(*tensors), facts[-1]
     check_cache_tensors(call, interleaved)
     values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
-    return CacheValues.of(values, bool(interleaved))
+    return CacheValues(values, bool(interleaved))
 
 
 def check_memory(tensors: Sequence[Any]) -> None:

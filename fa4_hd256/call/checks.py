@@ -17,7 +17,7 @@ from .. import environment
 from ..gpus.devices import is_captured
 from ..kernels.backward.ds_tiles import DS_BLOCK
 from ..kernels.forward.tiles import ForwardTiles
-from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.functions.user_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import (
     BIT_WORDS,

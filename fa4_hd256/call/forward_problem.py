@@ -12,7 +12,7 @@ import torch
 from ..architectures import Architecture
 from ..gpus.family import architecture_of
 from ..kernels.forward.tiles import ForwardTiles
-from ..kernels.functions.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.user_functions import FUNCTION_KINDS
 from ..kernels.kernel_set import MXFP8, KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach

@@ -1,7 +1,7 @@
 """The arguments of the torch operators by name, in their order: tensors first, then plain values.
 
-An operator has no defaults, so that all of them always come. What goes from one operator to another
-goes by name.
+An operator has no defaults, so that all of them always come; records of values have some, for those
+who make one by themselves. What goes from one operator to another goes by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.functions.user_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_GRADIENTS
 from ..kernels.nvfp4_format import BLOCK_SCALES
@@ -154,39 +154,31 @@ class ForwardValues(NamedTuple):
     softmax_scale: float
     window_left: int
     window_right: int
-    softcap: float
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    use_clc: bool
-    config: str
-    backward_config: str
-    num_splits: int
-    backward_use_clc: bool
-    score_mod: str | None
-    mask_mod: str | None
-    listed_tiles: int
-
-    def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
-        """Return the values of the gradients."""
-        return BackwardValues._make((*_values_of_backward(self), wanted))
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    use_clc: bool = False
+    config: str = ""
+    backward_config: str = ""
+    num_splits: int = 1
+    backward_use_clc: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    listed_tiles: int = 0
 
 
 class BackwardValues(NamedTuple):
-    """Values of a backward; config: of the architecture's backward. wanted: whether dq, whether dk
-    and dv, whether dsink, whether the gradient of out_gate are requested."""
+    """Values of a backward. forward: those of its forward. wanted: whether dq, whether dk and dv,
+    whether dsink, whether the gradient of out_gate are requested."""
 
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    use_clc: bool
-    config: str
-    score_mod: str | None
-    mask_mod: str | None
-    listed_tiles: int
+    forward: ForwardValues
     wanted: Sequence[bool]
+
+    @property
+    def options(self) -> ForwardValues:
+        """Return the values of the forward with the backward's scheduler and configuration."""
+        own = self.forward
+        return own._replace(use_clc=own.backward_use_clc, config=own.backward_config)
 
 
 class CacheTensors(NamedTuple):
@@ -246,51 +238,41 @@ class CacheTensors(NamedTuple):
 
 
 class CacheValues(NamedTuple):
-    """Values of such a call: those of `ForwardValues` that it has, and rotary_interleaved."""
+    """Values of such a call: those of its attention, and rotary_interleaved."""
 
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    use_clc: bool
-    config: str
-    num_splits: int
-    score_mod: str | None
+    attention: ForwardValues
     rotary_interleaved: bool
 
-    @classmethod
-    def of(cls, attention: ForwardValues, interleaved: Any) -> CacheValues:
-        """Return those of an attention."""
-        shared = [getattr(attention, name) for name in cls._fields[:-1]]
-        return cls._make((*shared, interleaved))
 
-    def attention(self) -> ForwardValues:
-        """Return the values of the attention."""
-        own: dict[str, Any] = self._asdict()
-        del own["rotary_interleaved"]
-        return ForwardValues(
-            **own, backward_config="", backward_use_clc=False, mask_mod=None, listed_tiles=0
-        )
+def flat(values: Any) -> tuple[Any, ...]:
+    """Return values as operators take them. values: of one of the classes here."""
+    first = values[0]
+    return (*first, *values[1:]) if isinstance(first, ForwardValues) else tuple(values)
+
+
+def values_of(kind: Any, given: Sequence[Any]) -> Any:
+    """Return values of one of the classes here. given: begin with them as `flat` has them."""
+    count = len(ForwardValues._fields)
+    own = ForwardValues(*given[:count])
+    return own if kind is ForwardValues else kind(own, given[count])
 
 
 def forward_arguments(given: Sequence[Any]) -> tuple[ForwardTensors, ForwardValues]:
     """Return the arguments of a forward's operator by name."""
     count = len(ForwardTensors._fields)
-    return ForwardTensors(*given[:count]), ForwardValues(*given[count:])
+    return ForwardTensors(*given[:count]), values_of(ForwardValues, given[count:])
 
 
 def backward_arguments(given: Sequence[Any]) -> tuple[BackwardTensors, BackwardValues]:
     """Return the arguments of the backward's operator by name."""
     count = len(BackwardTensors._fields)
-    return BackwardTensors(*given[:count]), BackwardValues(*given[count:])
+    return BackwardTensors(*given[:count]), values_of(BackwardValues, given[count:])
 
 
 def cache_arguments(given: Sequence[Any]) -> tuple[CacheTensors, CacheValues]:
     """Return the arguments of the operator of a KV cache by name."""
     count = len(CacheTensors._fields)
-    return CacheTensors(*given[:count]), CacheValues(*given[count:])
+    return CacheTensors(*given[:count]), values_of(CacheValues, given[count:])
 
 
 #: Tensors of the attention that a call with new rows has under the same names.
@@ -304,11 +286,6 @@ _BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
 _DIFFERENTIABLE, _FIRST_OTHER = 3, 4
 _of_gradients = operator.itemgetter(
     *[ForwardTensors._fields.index(name) for name in BackwardTensors._fields[7:]]
-)
-#: Names of fields of `BackwardValues` in `ForwardValues`, where they differ.
-_OF_BACKWARD = {"use_clc": "backward_use_clc", "config": "backward_config"}
-_values_of_backward = operator.itemgetter(
-    *[ForwardValues._fields.index(_OF_BACKWARD.get(n, n)) for n in BackwardValues._fields[:-1]]
 )
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
 assert BackwardTensors._fields[7:] == (
@@ -335,11 +312,13 @@ _TYPES: dict[Any, str] = {
 
 
 def schema_of(*kinds: type, written: Sequence[str] = ()) -> str:
-    """The arguments of an operator, as its schema has them: the fields of these, in order.
-    written: those that it writes to."""
+    """The arguments of an operator, as its schema has them: the fields of these, in order, of
+    records among them theirs.  written: those that it writes to."""
     marks = {name: f"Tensor({letter}!)" for name, letter in zip(written, "abcde", strict=False)}
     return ", ".join(
-        f"{_TYPES[hint].replace('Tensor', marks.get(name, 'Tensor'))} {name}"
+        schema_of(hint)
+        if hint is ForwardValues
+        else f"{_TYPES[hint].replace('Tensor', marks.get(name, 'Tensor'))} {name}"
         for kind in kinds
         for name, hint in typing.get_type_hints(kind).items()
     )

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Window
+from ..kernels.problem_class import FunctionClass
 from ..kernels.small.combine_config import MOST_PARTS
 from ..words import shown
-from .operator_arguments import BackwardValues, ForwardValues
+from .operator_arguments import ForwardValues
 
 # ---------------------------------------------------------------- numbers
 
@@ -230,7 +230,7 @@ class Options:
 
     @classmethod
     def of_operator(
-        cls, values: ForwardValues | BackwardValues, functions: tuple[FunctionClass | None, ...]
+        cls, values: ForwardValues, functions: tuple[FunctionClass | None, ...]
     ) -> Options:
         """Make the options from an operator's arguments, whose window is `bounds`; functions:
         score_mod and mask_mod."""

@@ -14,13 +14,13 @@ import torch
 
 from .. import metadata
 from ..compat.arguments import HONOURED, Library
-from ..kernels.functions.kernel_functions import ALIBI
-from ..kernels.functions.user_functions import FunctionClass
+from ..kernels.functions.user_functions import ALIBI
 from ..kernels.problem_class import (
     KV_DESCALES,
     KV_DTYPES,
     OF_SEQUENCES,
     Q_DESCALE,
+    FunctionClass,
     ProblemClass,
 )
 from ..models import AttentionModel

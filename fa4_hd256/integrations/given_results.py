@@ -10,7 +10,7 @@ import torch
 
 from ..call import named_configs
 from ..call.memory import check_out, tma_can_take
-from ..call.operator_arguments import BackwardTensors, BackwardValues
+from ..call.operator_arguments import BackwardTensors, BackwardValues, ForwardValues
 from ..call.options import Options
 from ..call.packed_ds import BackwardMetadata
 from ..call.process import constant_in_graphs, is_intercepted
@@ -69,7 +69,7 @@ def gradients_of_results(
     scores, score_key = ScoreMod.read_by(score_mod)
     seen, mask_key = MaskMod.read_by(mask_mod)
     (window_left, window_right), (max_seqlen_q, max_seqlen_k) = options.bounds, longest
-    values = BackwardValues(
+    values = ForwardValues(
         softmax_scale=options.softmax_scale,
         window_left=window_left,
         window_right=window_right,
@@ -77,14 +77,16 @@ def gradients_of_results(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         use_clc=options.use_clc,
-        config=named_configs.encode(backward_config, type(backward_config)),
+        backward_config=named_configs.encode(backward_config, type(backward_config)),
+        backward_use_clc=options.use_clc,
         score_mod=score_key,
         mask_mod=mask_key,
         listed_tiles=listed_tiles,
-        wanted=(True, True, tensors.sink is not None, False),
     )
     # Nothing calls this with a gate.
-    return call_backward(tensors._replace(**others, **scores, **seen), values)[:4]
+    wanted = True, True, tensors.sink is not None, False
+    given = tensors._replace(**others, **scores, **seen)
+    return call_backward(given, BackwardValues(values, wanted))[:4]
 
 
 def check_ds_bytes(ds_bytes: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -16,8 +16,7 @@ from .mask.masking import KvSplit, MaskKind, Visibility
 from .operands import SharedMemory
 from .plan.edges import Barrier, EdgeTable, SharedByReference
 from .problem_class import CallScalars, ProblemClass
-from .rows.pages import FirstPage
-from .rows.sequences import Sequences, cache_entries, sequence_tensors
+from .rows.sequences import FirstPage, Sequences, cache_entries, sequence_tensors
 
 #: Class of a kernel's own context.
 OwnContext = TypeVar("OwnContext", bound="KernelContext")
@@ -112,6 +111,19 @@ class KernelContext(SharedByReference):
             for mode, place in enumerate((self.batch(work), row))
         )
         return words[batch, row]
+
+
+class KernelParts(NamedTuple):
+    """Code that a kernel of tiles is composed of beside its class; `run.building` chooses it.
+
+    scheduler: a class of the `schedulers` protocol.  functions: those of its scores
+    (`kernel_functions.KernelFunctions`).  keys: the class of a forward that says where rows of K
+    and V lie (`forward.keys.KeySource`).
+    """
+
+    scheduler: Any
+    functions: Any
+    keys: Any = None
 
 
 class TileKernel(Protocol):

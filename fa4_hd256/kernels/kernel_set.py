@@ -17,6 +17,7 @@ import torch
 
 from ..architectures import ARCHITECTURES, Architecture
 from .forward.tiles import ForwardTiles
+from .problem_class import ProblemClass
 from .small.combine_config import CombineRule
 
 #: Kind of the forward kernel for scales of blocks, each of whose tiles is of one head.
@@ -86,7 +87,7 @@ class KernelSet:
     """The kernels of one architecture.
 
     classes: kind of kernel -> "module:class" below the folder; a kernel is made as `class(config,
-    problem_class, scheduler)`, with a class of the `schedulers` protocol. forward_config,
+    problem_class, parts)`, with `context.KernelParts`. forward_config,
     backward_config: the same of the configuration of each direction, None where it has none yet.
     decode_config: the same of the forward for a few query rows, None where there is none of its
     own. e4m3_configs: the same of those for q in e4m3 and mxfp8. tuned: a function of (tiles,
@@ -98,7 +99,7 @@ class KernelSet:
     likewise. counts_tiles: the dynamic scheduler takes a counter in
     global memory. combine: which configurations the combining kernel gets. gathering: a
     function that returns a forward's configuration for pages of any size, from another; None where
-    every configuration takes them.
+    every configuration takes them. gathered_keys: the `forward.keys.KeySource` of these pages.
     """
 
     architecture: Architecture
@@ -113,6 +114,7 @@ class KernelSet:
     counts_tiles: bool = False
     combine: CombineRule = CombineRule()
     gathering: Any = None
+    gathered_keys: str = "forward.gathered:GatheredRows"
 
     def kernel(self, kind: str) -> Any:
         """The class of a kernel. Raises NotImplementedError where it is not written."""
@@ -132,6 +134,14 @@ class KernelSet:
             more = (self.decode_config, *self.e4m3_configs)
             return (*own, *(self._class(one, direction) for one in more if one is not None))
         return own
+
+    def keys_of(self, problem_class: ProblemClass) -> Any:
+        """Return the class of a forward's keys and values, a `forward.keys.KeySource`."""
+        if problem_class.gathers:
+            return _named(self.gathered_keys)
+        if problem_class.page_size is not None:
+            return _named("forward.pages:KeysInPages")
+        return _named(f"forward.keys:{'ListedKeys' if problem_class.lists_steps else 'KeySource'}")
 
     def plans_of(self, config: Any) -> tuple[Any, ...]:
         """Return the plans in a configuration with their steps, for `proof.plans`."""
@@ -180,9 +190,7 @@ class KernelSet:
     def _class(self, place: str | None, what: str) -> Any:
         if place is None:
             raise self._missing(what)
-        module, _, name = place.partition(":")
-        place = f".{self.architecture.folder}.{module}"
-        return getattr(importlib.import_module(place, __package__), name)
+        return _named(f"{self.architecture.folder}.{place}")
 
     def _missing(self, what: str) -> NotImplementedError:
         others = "; ".join(
@@ -192,6 +200,12 @@ class KernelSet:
             f"{self.architecture.name}, {self.architecture.describe()}, has no {what} yet; what "
             f"others have: {others}. CPU tensors take the architecture that FA4_HD256_ARCH names"
         )
+
+
+def _named(place: str) -> Any:
+    """Return what a place names, "module:name" below the package."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
 
 
 def _key(tiles: ForwardTiles) -> tuple[torch.dtype | None, torch.dtype | None, bool]:

@@ -8,7 +8,7 @@ ELEMENT_BYTES = 2  # of bfloat16 and float16
 FLOAT_BYTES = 4
 
 #: Pages of a multiple of so many rows are loaded by boxes: whole atoms of the 128-byte swizzle (8
-#: rows), few boxes per tile.  Rows of other pages are gathered (`rows.gathered`).
+#: rows), few boxes per tile.  Rows of other pages are gathered (`forward.gathered`).
 PAGE_MULTIPLE = 16
 
 WARP_SIZE = 32

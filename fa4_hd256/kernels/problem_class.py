@@ -3,6 +3,9 @@ argument at run time, scalars (`CallScalars`) by value."""
 
 from __future__ import annotations
 
+import functools
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +13,6 @@ import cutlass
 import torch
 from cutlass import Float32, Int32
 
-from .functions.user_functions import FunctionClass
 from .limits import PAGE_MULTIPLE
 from .mask.block_mask import MASK_TABLES
 from .mask.masking import MaskKind
@@ -43,6 +45,15 @@ OF_SEQUENCES, OF_PAGES, OF_BLOCKS = "sequences", "pages", "blocks"
 #: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
 OUT_GATE = "out_gate"
 GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
+
+
+@dataclass(frozen=True)
+class FunctionClass:
+    """Facts of a user's function that are compiled in.  key: of it.  tensors: dtype and dimensions
+    of each that it reads, such as "float32 1"."""
+
+    key: str
+    tensors: tuple[str, ...] = ()
 
 
 #: Page size of problem classes whose kernels take pages of any size: their rows are gathered.
@@ -112,6 +123,11 @@ class ProblemClass:
         return ELEMENT_TYPES[self.dtype]
 
     @property
+    def scalars(self) -> tuple[str, ...]:
+        """Return the names of the `CallScalars` that the forward gets."""
+        return (*OF_SCORES, "part_keys") if self.fixed_parts else OF_SCORES
+
+    @property
     def descales(self) -> tuple[str, ...]:
         """Return the names of the scales that the kernel gets, in order."""
         if not self.descale:
@@ -133,7 +149,7 @@ class ProblemClass:
 
     @property
     def gathers(self) -> bool:
-        """Return True if rows of keys and values are gathered one by one: `rows.gathered`."""
+        """Return True if rows of keys and values are gathered one by one: `forward.gathered`."""
         return self.page_size == ANY_PAGE
 
     @property
@@ -173,39 +189,78 @@ class GradientClass:
     problem: ProblemClass
     partial: bool = False
 
+    @property
+    def use_clc(self) -> bool:
+        return self.problem.use_clc
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Return the names of the `CallScalars` that such a kernel gets."""
+        own = *OF_SCORES, "softmax_scale", "head_parts"
+        return (*own, "score_origin") if self.problem.asks_places else own
+
 
 class CallScalars(NamedTuple):
-    """Scalars of one call.
+    """Scalars of a call, one record for all of its kernels.
 
-    Of every kernel with scores: scale_log2: factor of the scores in the exponent of 2, which is
-    |softmax_scale| * log2(e), or with a softcap softcap * log2(e), with a score_mod log2(e).
-    cap_scale: |softmax_scale| / softcap, with a score_mod |softmax_scale|.  window_left,
+    A field's type is that of the argument.  `scalars` of a kernel's problem class names those that
+    it gets; others are None.
+
+    scale_log2: factor of the scores in the exponent of 2, which is |softmax_scale| * log2(e), or
+    with a softcap softcap * log2(e), with a score_mod log2(e).  cap_scale: |softmax_scale| /
+    softcap, with a score_mod |softmax_scale|.  softmax_scale: with its sign.  window_left,
     window_right: 0 or more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows that a
     negative bound hides at each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the
     longest query and key sequence, or more; the forward's host code takes max_seqlen_k out before
-    it launches (`ForwardCommon.__call__`).  clusters: of a static grid.  l2_bytes: of L2, for what
-    the tiles of a section share.
-
-    Of the backward alone, None in the forward: softmax_scale: with its sign.  head_parts: parts
-    into which the query heads of a KV head are split.  score_origin: `kernel_functions.ScoreOrigin`
-    with a score_mod or mask_mod; None for others.
-
-    Of some calls, None for others: part_keys: of each part of a sequence's keys, where parts are
-    fixed.  tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory.
+    it launches (`ForwardCommon.__call__`).  head_parts: parts into which the query heads of a KV
+    head are split.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of a section
+    share.  part_keys: of each part of a sequence's keys, where parts are fixed.  tile_counter: (1,)
+    int32 tensor of the dynamic scheduler that counts in memory.  score_origin:
+    `kernel_functions.ScoreOrigin`.
     """
 
     scale_log2: Float32
     cap_scale: Float32
-    softmax_scale: Float32 | None
+    softmax_scale: Float32
     window_left: Int32
     window_right: Int32
     unseen_queries: Int32
     unseen_keys: Int32
     max_seqlen_q: Int32
-    max_seqlen_k: Int32 | None
-    head_parts: Int32 | None
+    max_seqlen_k: Int32
+    head_parts: Int32
     clusters: Int32
     l2_bytes: Int32
-    part_keys: Int32 | None = None
-    tile_counter: Any = None
-    score_origin: Any = None
+    part_keys: Int32
+    tile_counter: Any
+    score_origin: Any
+
+    @classmethod
+    @functools.cache
+    def kinds(cls) -> dict[str, Any]:
+        """Return the types of those that are passed by value."""
+        hints = typing.get_type_hints(cls)
+        return {name: kind for name, kind in hints.items() if kind is not Any}
+
+    @classmethod
+    def named(cls, names: Sequence[str], values: Mapping[str, Any]) -> CallScalars | None:
+        """Return those of some names, None where a kernel gets none: CuTe DSL warns of an empty
+        record.  values: by name, any others among them."""
+        if not names:
+            return None
+        return cls(*(values[name] if name in names else None for name in cls._fields))
+
+
+#: Scalars of all kernels that compute scores.
+OF_SCORES = (
+    "scale_log2", "cap_scale", "window_left", "window_right", "unseen_queries", "unseen_keys",
+    "max_seqlen_q", "max_seqlen_k", "clusters", "l2_bytes",
+)  # fmt: skip
+#: That of kernels whose scheduler counts in memory.
+TILE_COUNTER = "tile_counter"
+
+
+def scalar_names(own: Any, counts_tiles: bool) -> tuple[str, ...]:
+    """Return the names of the scalars that a kernel gets.  own: its problem class.  counts_tiles:
+    as of `KernelSet`."""
+    return (*own.scalars, TILE_COUNTER) if own.use_clc and counts_tiles else own.scalars

@@ -16,13 +16,14 @@ from ..call.operator_arguments import (
     BackwardValues,
     ForwardValues,
     backward_arguments,
+    flat,
     forward_arguments,
     schema_of,
 )
 from ..call.process import is_intercepted
 from ..call.tile_mask import TileMask
 from ..gpus.devices import is_captured
-from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.functions.user_functions import FUNCTION_TENSORS
 from ..package_name import NAMESPACE
 from ..private_torch import is_batch_of_gradients, nesting_of_batches
 from ..run.backward import or_empty, plan_call, smaller_plan
@@ -48,7 +49,7 @@ def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     those that are not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = backward_arguments(arguments)
     values = values._replace(wanted=tuple(values.wanted))
-    return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
+    return or_empty(plans.within(_BACKWARD, tensors, flat(values)), tensors)
 
 
 #: Takes packed sequences with a batch of 1, as the operator's body has them, and without one, as
@@ -90,12 +91,12 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
         absent = [tensor is None for tensor in _optional(tensors)]
-        facts = (_BACKWARD, *values, tensors.dlse is None, *absent)
+        facts = (_BACKWARD, *values.forward, values.wanted, tensors.dlse is None, *absent)
         planned = plans.find(facts, tensors)
         if planned is not None:
             return plans.run(_BACKWARD, planned[0], tensors, planned[1])
     batched = tensors.with_batches()
-    gradients = backward(*batched, *values._replace(wanted=list(values.wanted)))
+    gradients = backward(*batched, *values.forward, list(values.wanted))
     given = tensors.q, tensors.k, tensors.v, tensors.sink, tensors.out_gate
     # Packed sequences have a batch of 1 in the operator; what is not requested has one dimension.
     return tuple(
@@ -166,7 +167,7 @@ def _of_saved(
         entries = _entries((dout, dlse), batched)
         return _joined([_of_saved(saved, needed, entry, compute) for entry in entries])
     wanted = (needed[0], needed[1] or needed[2], *needed[3:])
-    results = compute(BackwardTensors(dout, dlse, *tensors), values.of_backward(wanted))
+    results = compute(BackwardTensors(dout, dlse, *tensors), BackwardValues(values, wanted))
     return tuple(
         gradient if is_needed else None for gradient, is_needed in zip(results, needed, strict=True)
     )

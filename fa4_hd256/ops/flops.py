@@ -48,7 +48,7 @@ def _kvcache_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     with without_modes():
         after = counted(tensors.lengths, tensors.k, tensors.cu_seqlens_k_new)
     attention = tensors.attention(after).with_batches()
-    return 2 * _OF_PAIR * _pairs(attention, values, None, None)
+    return 2 * _OF_PAIR * _pairs(attention, values.attention, None, None)
 
 
 def _backward_flops(*arguments: Any, out_val: Any = None, **_options: Any) -> int:
@@ -58,7 +58,7 @@ def _backward_flops(*arguments: Any, out_val: Any = None, **_options: Any) -> in
     blocks = tensors.mask_blocks
     if blocks is not None:
         blocks = blocks[:, :, : count_blocks(tensors.k.shape[1])]
-    return gemms * _OF_PAIR * _pairs(tensors, values, blocks, tensors.mask_key_bits)
+    return gemms * _OF_PAIR * _pairs(tensors, values.forward, blocks, tensors.mask_key_bits)
 
 
 def _pairs(tensors: Any, values: Any, lists: Any, bits: Any) -> int:

@@ -93,8 +93,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(held: _Held, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = held.values._replace(wanted=list(held.values.wanted))
-        return tuple(backward_operator(*tensors, *values))
+        values = held.values
+        return tuple(backward_operator(*tensors, *values.forward, list(values.wanted)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -21,8 +21,10 @@ from ..call.operator_arguments import (
     ForwardTensors,
     ForwardValues,
     cache_arguments,
+    flat,
     forward_arguments,
     schema_of,
+    values_of,
 )
 from ..kernels.nvfp4_format import BLOCK_SCALES
 from ..kernels.problem_class import result_dtypes
@@ -120,14 +122,15 @@ def forward_kvcache(*arguments: Any) -> torch.Tensor:
     lse. arguments: the fields of `CacheTensors`, then those of `CacheValues`."""
     tensors, values = cache_arguments(arguments)
     check_memory(tensors)
-    _, lse = plans.within(_BODY_KVCACHE, tensors, values)
+    _, lse = plans.within(_BODY_KVCACHE, tensors, flat(values))
     return lse
 
 
 def _resolve_cache_body(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     """Check the tensors of `forward_kvcache`: the `Kind.resolve` of its body."""
     check_cache_tensors(CacheTensors(*tensors))
-    return CacheValues(*facts[: len(CacheValues._fields)])
+    values: CacheValues = values_of(CacheValues, facts)
+    return values
 
 
 _BODY_KVCACHE = plans.Kind("forward_kvcache", _resolve_cache_body, plan_cache, WRITTEN_PLACES)
@@ -137,7 +140,7 @@ _BODY_KVCACHE = plans.Kind("forward_kvcache", _resolve_cache_body, plan_cache, W
 def _(*arguments: Any) -> torch.Tensor:
     tensors, values = cache_arguments(arguments)
     check_cache_tensors(tensors, values.rotary_interleaved)
-    check_operator(tensors.attention(tensors.lengths).with_batches(), values.attention())
+    check_operator(tensors.attention(tensors.lengths).with_batches(), values.attention)
     *batch, rows, heads, _ = tensors.q.shape
     return tensors.q.new_empty((*batch, heads, rows), dtype=torch.float32)
 

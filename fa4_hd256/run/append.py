@@ -30,12 +30,13 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     Raises TypeError or ValueError for what the attention refuses, and for contents: all of it
     before anything is written."""
     call = CacheTensors(*tensors)
-    ordered = (values.window_left, values.window_right) != (UNBOUNDED, UNBOUNDED)
+    of_attention = values.attention
+    ordered = (of_attention.window_left, of_attention.window_right) != (UNBOUNDED, UNBOUNDED)
     # The attention is described with these. On a GPU, which is not read, they are the lengths
     # before the call: only their shape counts. The launch takes those that `add_append` computes.
     after = check_contents(call, ordered)
     attention = call.attention(after).with_batches()
-    problem, num_splits = described(attention, values.attention(), out=call.out)
+    problem, num_splits = described(attention, of_attention, out=call.out)
     refuse_new_rows(problem.descale)
     builder = PlanBuilder.for_tensors(problem.device, CacheTensors._fields, tensors)
     views = dict(builder.inputs)

@@ -25,9 +25,9 @@ NOTE [arguments of the forward].
 
 With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
 heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
-proper with out_gate, if there is one, and the stream. With listed parts they are (parts,
-max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel gets the
-list and cu_seqlens_q, if there is one, before the stream.
+proper with out_gate, if there is one, the scalars and the stream. With listed parts they are
+(parts, max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel
+gets the list and cu_seqlens_q, if there is one, before the scalars.
 
 NOTE [arguments of the backward].
 
@@ -152,36 +152,22 @@ def row_alignment(bits: int) -> int:
     return bits
 
 
-def scalar_types(
-    backward: bool = False,
-    counter: bool = False,
-    fixed_parts: bool = False,
-    origin: bool = False,
-) -> CallScalars:
-    """The scalars by type only; backward: with those that are None in the forward; counter: with
-    that of the tiles; fixed_parts: with the keys of a part; origin: with that of the scores."""
-    types: dict[str, Any] = {
-        name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
-        for name in CallScalars._fields
-    }
-    types["tile_counter"] = vector_type(cutlass.Int32) if counter else None
-    numbers = (cutlass.Int32(1) for _ in ScoreOrigin._fields)
-    types["score_origin"] = ScoreOrigin(*numbers) if origin else None
-    if not fixed_parts:
-        types["part_keys"] = None
-    if not backward:
-        types |= dict.fromkeys(("softmax_scale", "head_parts"))
-    return CallScalars(**types)
+def scalar_types(names: Sequence[str]) -> CallScalars | None:
+    """Return the scalars of a kernel by type, as `CallScalars.named` does."""
+    types = {name: kind(1) for name, kind in CallScalars.kinds().items()}
+    types["tile_counter"] = vector_type(cutlass.Int32)
+    types["score_origin"] = ScoreOrigin(*(cutlass.Int32(1) for _ in ScoreOrigin._fields))
+    return CallScalars.named(names, types)
 
 
 # ---------------------------------------------------------------- kernels of the forward
 
 
 def compile_arguments(
-    problem_class: ProblemClass, counter: bool = False, columns: bool = False
+    problem_class: ProblemClass, scalars: Sequence[str], columns: bool = False
 ) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
-    the tiles.  columns: with memory for V^T."""
+    """Return the arguments of `cute.compile`: types and alignments, no data.  scalars: names.
+    columns: with memory for V^T."""
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
@@ -198,8 +184,7 @@ def compile_arguments(
         tensor_type(element, 4, TMA_ALIGNMENT) for _ in block_scales_of(problem_class.kv_dtype)
     ]
     optional += [q] if columns else []
-    scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
-    return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
+    return q, k, v, results, tuple(optional) or None, scalar_types(scalars), cuda.CUstream(0)
 
 
 def gate_types(element_type: Any, form: str) -> list[Any]:
@@ -212,18 +197,17 @@ def gate_types(element_type: Any, form: str) -> list[Any]:
     return [tensor_type(element_type, 4, TMA_ALIGNMENT)]
 
 
-def combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the combining kernel."""
+def combine_compile_arguments(
+    problem_class: CombineClass, scalars: Sequence[str], listed: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the combining kernel.  scalars: names.  listed:
+    splits are."""
     element = problem_class.element_type
     results = *_result_types(element), *gate_types(element, problem_class.out_gate)
-    return _result_types(cutlass.Float32), results, cuda.CUstream(0)
-
-
-def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
-    *results, stream = combine_compile_arguments(problem_class)
-    lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
-    return *results, lists, stream
+    offsets = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
+    lists = (offsets,) if listed else ()
+    parts = _result_types(cutlass.Float32)
+    return parts, results, *lists, scalar_types(scalars), cuda.CUstream(0)
 
 
 def _result_types(element_type: Any) -> tuple[Any, ...]:
@@ -235,8 +219,10 @@ def _result_types(element_type: Any) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- kernels of the backward
 
 
-def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the preprocess kernel."""
+def preprocess_compile_arguments(
+    problem_class: PreprocessClass, scalars: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return the arguments of `cute.compile` for the preprocess kernel.  scalars: names."""
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
     lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
@@ -246,7 +232,7 @@ def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, .
     rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None, *gates)
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, WORD)
-    return rows, stats, ragged, cutlass.Int32(1), cuda.CUstream(0)
+    return rows, stats, ragged, scalar_types(scalars), cuda.CUstream(0)
 
 
 def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
@@ -261,12 +247,11 @@ def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
 def gradient_compile_arguments(
     problem_class: GradientClass,
     results: tuple[str, ...],
-    has_ds: bool = False,
-    counter: bool = False,
+    has_ds: bool,
+    scalars: Sequence[str],
 ) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
-    "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that of
-    the tiles."""
+    "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. scalars: names."""
     problem = problem_class.problem
     element = problem.element_type
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
@@ -276,8 +261,7 @@ def gradient_compile_arguments(
     ragged = (*ragged_types(problem.ragged), *function_types(problem)) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 4, TMA_ALIGNMENT) if has_ds else None
-    scalars = scalar_types(backward=True, counter=counter, origin=problem.asks_places)
-    return operands, stats, made, ds, ragged, scalars, cuda.CUstream(0)
+    return operands, stats, made, ds, ragged, scalar_types(scalars), cuda.CUstream(0)
 
 
 # ---------------------------------------------------------------- new rows, and the tail

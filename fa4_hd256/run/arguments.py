@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 
+from ..call.backward_problem import BackwardProblem
 from ..call.forward_problem import Problem
 from ..call.memory import View
 from ..gpus.devices import Gpu
+from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.windows import Reach
 from ..kernels.nvfp4_format import BLOCK_SCALES
-from ..kernels.problem_class import DESCALES, OUT_GATE, CallScalars
+from ..kernels.problem_class import DESCALES, OUT_GATE, TILE_COUNTER, CallScalars, scalar_names
 from .argument_types import SCALE_RANK, TABLES, WORD, row_alignment
 
 # ---------------------------------------------------------------- slots
 
 #: Name of the dynamic scheduler's counter.
-COUNTER = "tile_counter"
+COUNTER = TILE_COUNTER
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,11 @@ def gate_value(gate: Any) -> Any:
 
 
 def call_scalars(
-    problem: Problem,
-    gpu: Gpu,
-    head_parts: int | None = None,
-    cluster: int | None = None,
-) -> CallScalars:
-    """The scalars of one call on a GPU; head_parts and cluster, the CTAs of one: of a backward,
-    None for the forward."""
-    options = problem.options
+    own: Any, problem: Problem, gpu: Gpu, of_backward: BackwardProblem | None = None
+) -> CallScalars | None:
+    """Return the scalars of one kernel of a call on a GPU.  own: its problem class, which names
+    them.  of_backward: a backward's, whose forward the problem is."""
+    options, backward = problem.options, of_backward
     scale, softcap = abs(options.softmax_scale), options.softcap
     of_softmax, of_scores = scale, 0.0
     if softcap:
@@ -132,24 +131,29 @@ def call_scalars(
     unseen_queries, unseen_keys, window = Reach.of(options.window)
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
-    backward = head_parts is not None
-    has_counter = options.use_clc and problem.kernels.counts_tiles
-    return CallScalars(
-        scale_log2=Number(of_softmax * math.log2(math.e), "Float32"),
-        cap_scale=Number(of_scores, "Float32"),
-        softmax_scale=Number(options.softmax_scale, "Float32") if backward else None,
-        window_left=int32(left),
-        window_right=int32(right),
-        unseen_queries=int32(unseen_queries),
-        unseen_keys=int32(unseen_keys),
-        max_seqlen_q=int32(problem.max_seqlen_q),
-        max_seqlen_k=int32(min(problem.max_seqlen_k, LARGEST_LENGTH)),
-        head_parts=None if head_parts is None else int32(head_parts),
-        clusters=int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
-        l2_bytes=int32(gpu.l2_bytes_for_tiles),
-        part_keys=None if problem.part_keys is None else int32(problem.part_keys),
-        tile_counter=View.contiguous(COUNTER, (1,), torch.int32) if has_counter else None,
-    )
+    cluster = problem.tiles.cluster if backward is None else backward.kernels.cluster
+    numbers: dict[str, Any] = {
+        "scale_log2": of_softmax * math.log2(math.e),
+        "cap_scale": of_scores,
+        "softmax_scale": options.softmax_scale,
+        "window_left": left,
+        "window_right": right,
+        "unseen_queries": unseen_queries,
+        "unseen_keys": unseen_keys,
+        "max_seqlen_q": problem.max_seqlen_q,
+        "max_seqlen_k": min(problem.max_seqlen_k, LARGEST_LENGTH),
+        "head_parts": 1 if backward is None else backward.head_parts,
+        "clusters": gpu.grid_clusters(cluster),
+        "l2_bytes": gpu.l2_bytes_for_tiles,
+        "part_keys": problem.part_keys,
+    }
+    slots: dict[str, Any] = {
+        name: Number(numbers[name], kind.__name__) for name, kind in CallScalars.kinds().items()
+    }
+    slots[COUNTER] = View.contiguous(COUNTER, (1,), torch.int32)
+    if backward is not None:
+        slots["score_origin"] = ScoreOrigin(*map(int32, backward.origin))
+    return CallScalars.named(scalar_names(own, problem.kernels.counts_tiles), slots)
 
 
 @dataclass(frozen=True)
@@ -177,19 +181,21 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu) -> tuple[An
     optional: tuple[Any, ...] = tuple(ragged_values(names, tensors.optional))
     if tensors.columns is not None:
         optional = (*optional, aligned_view(tensors.columns, TMA_ALIGNMENT))
-    return q, k, v, results, optional or None, call_scalars(problem, gpu), STREAM
+    scalars = call_scalars(problem.problem_class, problem, gpu)
+    return q, k, v, results, optional or None, scalars, STREAM
 
 
 def combine_call_arguments(
     parts: tuple[Any, Any],
     results: tuple[Any, ...],
-    lists: tuple[Any, ...] = (),
+    lists: tuple[Any, ...],
+    scalars: CallScalars | None,
 ) -> tuple[Any, ...]:
     """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse),
     of the results with the gate of out, if there is one. lists: those of listed parts."""
     listed = (tuple(aligned_view(t, 4) for t in lists),) if lists else ()
     made = *_results(results[:2]), *map(gate_value, results[2:])
-    return _results(parts), made, *listed, STREAM
+    return _results(parts), made, *listed, scalars, STREAM
 
 
 def _results(tensors: tuple[Any, Any]) -> tuple[Any, Any]:

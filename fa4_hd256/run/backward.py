@@ -101,15 +101,15 @@ def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
     """Describe a backward. Raises as `BackwardProblem.describe` does."""
     tensors = tensors.with_batches()
     ragged = tensors.others()
-    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
-    options = Options.of_operator(values, functions)
-    longest = values.max_seqlen_q, values.max_seqlen_k
-    problem = BackwardProblem.describe(tensors, options, *longest)
-    problem = replace(problem, listed_tiles=values.listed_tiles)
+    own = values.options
+    functions = functions_of_keys((own.score_mod, own.mask_mod), ragged, tensors.q)
+    options = Options.of_operator(own, functions)
+    problem = BackwardProblem.describe(tensors, options, own.max_seqlen_q, own.max_seqlen_k)
+    problem = replace(problem, listed_tiles=own.listed_tiles)
     check_begins(problem, ragged)
     kind = problem.forward.kernels.config("backward")
-    config = named_configs.decode(values.config, kind)
-    if values.config == named_configs.DEFAULT:
+    config = named_configs.decode(own.config, kind)
+    if own.config == named_configs.DEFAULT:
         ds_bytes = environment.ds_bytes()
         config = config if ds_bytes is None else replace(config, ds_bytes=ds_bytes)
     return BackwardWork(tensors, problem, Wanted(*values.wanted), config)
@@ -298,7 +298,7 @@ def add_preprocess(
     builder: PlanBuilder, problem: BackwardProblem, tensors: PreprocessTensors
 ) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    arguments = preprocess_call_arguments(tensors, problem)
+    arguments = preprocess_call_arguments(tensors, problem, gpu_of(problem.forward.device))
     builder.launch(preprocess_spec(problem), arguments)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
-from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.rows.sequences import PADDING
 from ..kernels.small.backward_preprocess import PreprocessRows
 from .argument_types import WORD
-from .arguments import STREAM, aligned_view, call_scalars, gate_value, int32, ragged_values
+from .arguments import STREAM, aligned_view, call_scalars, gate_value, ragged_values
 
 
 def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
@@ -49,7 +48,7 @@ class PreprocessTensors:
 
 
 def preprocess_call_arguments(
-    tensors: PreprocessTensors, problem: BackwardProblem
+    tensors: PreprocessTensors, problem: BackwardProblem, gpu: Gpu
 ) -> tuple[Any, ...]:
     """The arguments of one call of the preprocess kernel."""
     rows = PreprocessRows(
@@ -61,7 +60,8 @@ def preprocess_call_arguments(
     )
     ragged = tuple(aligned_view(tensor, WORD) for tensor in tensors.ragged) or None
     stats = aligned_view(tensors.stats, WORD)
-    return rows, stats, ragged, int32(problem.forward.max_seqlen_q), STREAM
+    scalars = call_scalars(problem.preprocess_class, problem.forward, gpu, problem)
+    return rows, stats, ragged, scalars, STREAM
 
 
 def sum_call_arguments(parts: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -149,10 +149,6 @@ def gradient_call_arguments(
 ) -> tuple[Any, ...]:
     """The arguments of one call of such a kernel on a GPU."""
     forward = problem.forward
-    scalars = call_scalars(forward, gpu, problem.head_parts, problem.kernels.cluster)
-    if forward.problem_class.asks_places:
-        origin = ScoreOrigin(*map(int32, problem.origin))
-        scalars = scalars._replace(score_origin=origin)
     names = (*forward.ragged, *forward.function_tensors)
     return (
         tuple(aligned_view(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
@@ -160,6 +156,6 @@ def gradient_call_arguments(
         tuple(aligned_view(tensor, SECTOR_BYTES) for tensor in tensors.results),
         None if tensors.ds is None else aligned_view(tensors.ds, TMA_ALIGNMENT),
         tuple(ragged_values(names, (*tensors.ragged, *tensors.of_functions))) or None,
-        scalars,
+        call_scalars(problem.dkdv_class, forward, gpu, problem),
         STREAM,
     )

@@ -25,24 +25,34 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _tile_kernel(spec: KernelSpec, problem_class: ProblemClass, cluster: int) -> Any:
-    """The kernel with its scheduler.  cluster: CTAs of one.
+    """The kernel with its parts.  cluster: CTAs of one.
 
     Raises ValueError for a configuration whose kernel would hang, or misuse its memory.
     """
+    from ..kernels.backward.score_slopes import GradientFunctions
+    from ..kernels.context import KernelParts
+    from ..kernels.functions.kernel_functions import KernelFunctions
+    from ..kernels.functions.user_functions import functions_in
     from ..kernels.proof.plans import prove
     from ..schedulers import scheduler_class
 
     prove(spec.kernels, spec.config)
     scheduler = scheduler_class(problem_class.use_clc, cluster, counts=spec.kernels.counts_tiles)
-    return spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class, scheduler)
+    is_forward = spec.problem_class is problem_class
+    functions = (KernelFunctions if is_forward else GradientFunctions)(
+        problem_class, *functions_in(problem_class)
+    )
+    keys = spec.kernels.keys_of(problem_class) if is_forward else None
+    parts = KernelParts(scheduler, functions, keys)
+    return spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class, parts)
 
 
 def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     from .argument_types import compile_arguments
 
     kernel = _tile_kernel(spec, spec.problem_class, spec.config.tiles.cluster)
-    counts = spec.counts_tiles(spec.problem_class)
-    return kernel, compile_arguments(spec.problem_class, counts, spec.config.tiles.takes_columns)
+    columns = spec.config.tiles.takes_columns
+    return kernel, compile_arguments(spec.problem_class, spec.scalars, columns)
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -50,15 +60,15 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
     from .argument_types import combine_compile_arguments
 
     kernel = CombineKernel(spec.config, spec.problem_class)
-    return kernel, combine_compile_arguments(spec.problem_class)
+    return kernel, combine_compile_arguments(spec.problem_class, spec.scalars)
 
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.forward_combine import RaggedCombineKernel
-    from .argument_types import ragged_combine_compile_arguments
+    from .argument_types import combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
-    return kernel, ragged_combine_compile_arguments(spec.problem_class)
+    return kernel, combine_compile_arguments(spec.problem_class, spec.scalars, listed=True)
 
 
 def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -74,7 +84,7 @@ def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
     from .argument_types import preprocess_compile_arguments
 
     kernel = PreprocessKernel(spec.config, spec.problem_class)
-    return kernel, preprocess_compile_arguments(spec.problem_class)
+    return kernel, preprocess_compile_arguments(spec.problem_class, spec.scalars)
 
 
 def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -101,7 +111,7 @@ def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     kernel = _tile_kernel(spec, problem_class, backward.cluster)
     row = backward.kernel(spec.kind)
     return kernel, gradient_compile_arguments(
-        spec.problem_class, row.results, row.has_ds, spec.counts_tiles(problem_class)
+        spec.problem_class, row.results, row.has_ds, spec.scalars
     )
 
 

@@ -17,7 +17,7 @@ from ..gpus.devices import Gpu
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.kernel_set import KernelSet, kernels_of, kinds
 from ..kernels.limits import WARP_SIZE
-from ..kernels.problem_class import ProblemClass
+from ..kernels.problem_class import scalar_names
 from ..kernels.small.append_rows import AppendClass, AppendConfig
 from ..kernels.small.backward_preprocess import PreprocessConfig
 from ..kernels.small.backward_sum import SumConfig
@@ -62,9 +62,10 @@ class KernelSpec:
         """Return the kernels of the architecture."""
         return kernels_of(self.architecture)
 
-    def counts_tiles(self, problem_class: ProblemClass) -> bool:
-        """Return True if the kernel's scheduler takes a counter."""
-        return problem_class.use_clc and self.kernels.counts_tiles
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Return the names of the `CallScalars` that the kernel gets."""
+        return scalar_names(self.problem_class, self.kernels.counts_tiles)
 
 
 class TuningKey(NamedTuple):

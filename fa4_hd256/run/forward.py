@@ -30,7 +30,13 @@ from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.nvfp4_format import BLOCK_SCALES
 from ..kernels.problem_class import OUT_GATE
 from ..kernels.rows.sequences import PART_LIST
-from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
+from .arguments import (
+    LARGEST_LENGTH,
+    CallTensors,
+    call_arguments,
+    call_scalars,
+    combine_call_arguments,
+)
 from .catalogue import combine_spec, forward_spec
 from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
 from .tail import add_tail
@@ -218,7 +224,9 @@ def add_combine(
     lists: tuple[View, ...] = ()
     if problem.lists_splits:
         lists = tuple(tables[n] for n in (PART_LIST, "cu_seqlens_q") if n in tables)
-    builder.launch(combine_spec(problem), combine_call_arguments(parts, results, lists))
+    spec = combine_spec(problem)
+    scalars = call_scalars(spec.problem_class, problem, gpu_of(problem.device))
+    builder.launch(spec, combine_call_arguments(parts, results, lists, scalars))
 
 
 # ---------------------------------------------------------------- memory

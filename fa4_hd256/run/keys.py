@@ -25,7 +25,7 @@ from .. import environment
 from ..architectures import ARCHITECTURES, Architecture
 from ..call.functions.meaning import described_meaning
 from ..gpus import family
-from ..kernels.functions.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.user_functions import FUNCTION_KINDS
 from .catalogue import KernelSpec
 from .kernel_cache import disk_cache
 

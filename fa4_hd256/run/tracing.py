@@ -12,7 +12,7 @@ from typing import Any, get_args
 from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus import family
-from ..kernels.functions.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.user_functions import FUNCTION_KINDS
 from ..package_name import is_of_package
 from .building import build
 from .catalogue import KernelSpec

@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-from ...kernels.functions.kernel_functions import ALIBI, SCORE_MOD
-from ...kernels.functions.user_functions import FunctionKind, Functions
+from ...kernels.functions.kernel_functions import Functions
+from ...kernels.functions.user_functions import ALIBI, SCORE_MOD, FunctionKind
 from ...words import shown
 from ..checks import are_differentiated
 from .meaning import digest_of, mean_the_same, note_meaning

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...kernels.functions.kernel_functions import ALIBI, FUNCTION_KINDS, SCORE_MOD
-from ...kernels.functions.user_functions import FunctionClass, FunctionKind
+from ...kernels.functions.user_functions import ALIBI, FUNCTION_KINDS, SCORE_MOD, FunctionKind
+from ...kernels.problem_class import FunctionClass
 
 #: Dtypes of such tensors, and what they are called.
 DTYPES = {torch.float32: "float32", torch.int32: "int32"}

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...schedulers.carried import Carried
 from ...schedulers.order import PackedBlocks, TileProblem
 from ...schedulers.protocol import CLUSTER_SIZE
-from ..context import KernelContext
+from ..context import KernelContext, KernelParts
 from ..limits import SECTOR_BYTES
 from ..operands import TmaTensor, smem_layout
 from ..problem_class import CallScalars, ProblemClass
@@ -74,6 +74,7 @@ class BackwardEntry:
     plan: Any
     boxes: dict[str, tuple[int, int, int]]
     problem_class: ProblemClass
+    parts: KernelParts
     scheduler: Any
     warps: Any
     problem: Any
@@ -81,7 +82,8 @@ class BackwardEntry:
 
     @property
     def functions(self) -> GradientFunctions:
-        return GradientFunctions(self.problem_class)
+        functions: GradientFunctions = self.parts.functions
+        return functions
 
     @cute.jit
     def __call__(

@@ -62,4 +62,4 @@ class GradientFunctions(KernelFunctions):
 
     @property
     def change(self) -> SlopedChange:
-        return SlopedChange(self.problem_class.softcap, self.problem_class.score_mod)
+        return SlopedChange(self.problem_class, self.score_mod)

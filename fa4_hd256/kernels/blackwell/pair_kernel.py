@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..context import KernelContext, shared_fields
+from ..context import KernelContext, KernelParts, shared_fields
 from ..operands import LoadTarget, SharedMemory
 from ..plan.edges import RingState, Signal
 from ..problem_class import ProblemClass
@@ -65,13 +65,12 @@ class PairKernel:
     context_class: type[PairContext]
     ctas = CTAS
 
-    def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any) -> None:
-        """plan: has warps, smem, tmem, edges and steps.  scheduler: a class of the `schedulers`
-        protocol."""
+    def __init__(self, plan: Any, problem_class: ProblemClass, parts: KernelParts) -> None:
+        """plan: has warps, smem, tmem, edges and steps."""
         self.problem_class = problem_class
         self.dtype = problem_class.element_type
         self.is_bf16 = self.dtype is cutlass.BFloat16
-        self.scheduler = scheduler
+        self.parts, self.scheduler = parts, parts.scheduler
         self.warps, self.edges = plan.warps, plan.edges
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 

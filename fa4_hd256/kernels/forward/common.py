@@ -23,22 +23,14 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...schedulers.order import PackedBlocks, TileProblem, section_heads_for
+from ..context import KernelParts
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
-from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
+from ..operands import TmaTensor, smem_layout
 from ..problem_class import CallScalars, query_rows
-from ..rows.gathered import (
-    GatheredKeys,
-    KeyRange,
-    gather_tensor,
-    load_rows,
-    page_sizes,
-)
 from ..rows.output_gate import by_rows
-from ..rows.pages import PagedKeys, box_rows, load_pages
 from ..rows.sequences import (
-    TilePlace,
     by_packed_heads,
     by_sequence,
     clipped_at_start,
@@ -46,14 +38,15 @@ from ..rows.sequences import (
     sequence_tensors,
 )
 from .context import ForwardContext, ForwardKernelTensors
+from .keys import KeySource
 
 
 class ForwardCommon:
     """Base: host code of a forward kernel.
 
-    A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
-    tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
-    optional)`, TMA descriptors and the plain tensors of (q, k, v, out) by (seqlen, 256, heads,
+    A kernel has `problem_class`, `config`, `parts`, `scheduler`, `warps`; `tile_queries`, the
+    queries of a tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands,
+    lse, optional)`, TMA descriptors and the plain tensors of (q, k, v, out) by (seqlen, 256, heads,
     batch); and `kernel(tensors, sizes, scalars, order)`.  q_bytes, kv_bytes: of an element of Q,
     and of K or V; single bytes come in twos, as elements of the type of out.
     """
@@ -63,6 +56,7 @@ class ForwardCommon:
     config: Any
     tile_queries: int
     load_keys: int
+    parts: KernelParts
     scheduler: Any
     warps: Any
     kernel: Any
@@ -77,7 +71,14 @@ class ForwardCommon:
 
     @property
     def functions(self) -> KernelFunctions:
-        return KernelFunctions(self.problem_class)
+        functions: KernelFunctions = self.parts.functions
+        return functions
+
+    @property
+    def keys(self) -> KeySource:
+        """Return what says where rows of K and V lie, and loads them."""
+        rows: KeySource = self.parts.keys(self)
+        return rows
 
     @cute.jit
     def __call__(
@@ -175,9 +176,7 @@ class ForwardCommon:
         _, ragged = self.sink_and_ragged(optional)
         sequences = sequence_tensors(self.problem_class, ragged)
         batch = sequences.num_batches(q)
-        seqlen_k = cute.size(k, mode=[0])
-        if cutlass.const_expr(self.is_paged):
-            seqlen_k *= cute.size(sequences.page_table, mode=[1])
+        seqlen_k = self.keys.count(sequences, cute.size(k, mode=[0]))
         sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
         if cutlass.const_expr(self.problem_class.split):
             num_splits = cute.size(out, mode=[3])
@@ -213,8 +212,8 @@ class ForwardCommon:
         box."""
         operation, rows, columns = copy
         packed = self.problem_class.packed_heads
-        if self.is_paged and name in "kv":
-            rows = self.page_box
+        if name in "kv":
+            rows = self.keys.box_rows(rows)
         layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
         box, is_clipped = (rows, columns), self.problem_class.is_clipped
         if packed > 1 and name in "qo":
@@ -234,38 +233,13 @@ class ForwardCommon:
         return TmaTensor(info[0], info[1], from_start)
 
     def loaded_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
-        """q, k or v as the kernel loads it: its TMA tensor; where rows are gathered K and V as
-        `gathered_source` has them."""
-        if not self.gathers or name == "q":
-            return self.tma_tensor(name, view, copy)
-        return self.gathered_source(view)
-
-    def gathered_source(self, view: cute.Tensor) -> Any:
-        """Return K or V as rows of it are gathered: by TMA."""
-        return gather_tensor(self.gathering_operation(), view)
-
-    def gathering_operation(self) -> Any:
-        """Return the operation by which TMA gathers rows."""
-        raise NotImplementedError
-
-    def gathering_share(self) -> tuple[Any, int]:
-        """Return (number of this warp, number of all) of those that gather rows."""
-        return 0, 1
+        """Return q, k or v as the kernel loads it."""
+        return (self.tma_tensor if name == "q" else self.keys.tensor)(name, view, copy)
 
     @property
     def gathers(self) -> bool:
         """Return True if rows of keys and values are gathered: `gathered`."""
         return self.problem_class.gathers
-
-    @property
-    def is_paged(self) -> bool:
-        """Return True if keys and values lie in pages."""
-        return self.problem_class.page_size is not None
-
-    @property
-    def page_box(self) -> int:
-        """Rows of a box of K or V in pages."""
-        return box_rows(self.problem_class.page_size, self.load_keys)
 
     @property
     def lists_steps(self) -> bool:
@@ -276,58 +250,6 @@ class ForwardCommon:
         """The steps of a tile, where a block mask names them."""
         parts = MASK_TILE // self.config.block_kv
         return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
-
-    def first_kv_tile(
-        self, context: ForwardContext, work: Any, visibility: Any, first_row: Any
-    ) -> Any:
-        """The KV tile that is worked on first, the last one of those that are seen: its number, a
-        `PagedTile`, a `GatheredTile` or a `ListedTile`.  first_row: the tile's first query."""
-        if self.lists_steps:
-            return self.step_list(context, work).first()
-        last = visibility.last_tile(first_row, self.tile_queries)
-        if not self.is_paged:
-            return last
-        batch = context.batch(work)
-        table = context.sequences.tensors.page_table[batch, None]
-        if self.gathers:
-            keys = KeyRange(
-                visibility.first(first_row), visibility.seqlen_k, context.key(work).offset
-            )
-            block, sizes = self.config.block_kv, page_sizes(context.tensors.k)
-            return GatheredKeys(table, sizes, keys, block, self.gathering_share()).at(last)
-        sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
-        first_key, first_page = visibility.first(first_row), context.first_page(batch)
-        return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
-
-    def next_kv_tile(self, kv_tile: Any) -> Any:
-        return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
-
-    def first_key(self, kv_tile: Any) -> Any:
-        """Return the first row of a KV tile in its `keys`."""
-        if self.lists_steps:
-            kv_tile = kv_tile.number
-        return 0 if self.is_paged else kv_tile * self.config.block_kv
-
-    def keys(self, context: ForwardContext, work: Any, kv_tile: Any) -> Any:
-        """Return the rows of a KV tile: a `PagedTile`, or the sequence."""
-        return kv_tile if self.is_paged else context.key(work)
-
-    def load_kv(
-        self,
-        source: TmaTensor,
-        smem: cute.Tensor,
-        place: TilePlace,
-        target: LoadTarget,
-        multicast: Any = None,
-    ) -> None:
-        """One load of K or V.  place: (`keys`, first row in them, column block, head); target:
-        (barrier, buffer); multicast: see `load_tile`."""
-        if self.gathers:
-            load_rows(source, smem, place, target)
-        elif self.is_paged:
-            load_pages(source, smem, place, target, multicast)
-        else:
-            load_tile(source, smem, place, *target, multicast=multicast)
 
     def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

@@ -34,11 +34,11 @@ from ..operands import ATOM_ROWS, load_tile
 from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
-from ..rows.gathered import page_sizes
 from ..rows.lanes import lane_columns
 from ..rows.sequences import scale_of
 from .context import ForwardContext
 from .decode_rows import TileRows
+from .gathered import page_sizes
 
 FLOAT_BIAS, FLOAT_MANTISSA = 127, 23
 #: Least exponent of a row's largest element, as float32 has it: the scale of smaller ones would

@@ -16,9 +16,9 @@ from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_format import NVFP4_BLOCK
 from ..operands import ROW_BYTES
 from ..rows.copied import PIECE_BYTES, copy_row
-from ..rows.gathered import NO_PAGE
 from ..rows.sequences import by_sequence
 from .context import ForwardKernelTensors
+from .gathered import NO_PAGE
 
 #: Words of codes and of scales in a row.
 ROW_WORDS, SCALE_WORDS = ROW_BYTES // 4, HEAD_DIM // NVFP4_BLOCK // 4

@@ -30,12 +30,15 @@ from ..context import KernelContext
 from ..mask.block_mask import FULL, NOTHING
 from ..mask.masking import WORD_BITS
 from ..plan.edges import SharedByReference
-from .user_functions import FunctionClass, FunctionKind, Functions
 
-SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
-#: Names of the tensors that a score_mod reads, and of where a part lies, in the order in which
-#: kernels get them.
-SCORE_TENSORS = SCORE_MOD.tensors
+
+class Functions(NamedTuple):
+    """Functions that a key names.  slope: derivative of a score_mod, None where it is 1
+    everywhere."""
+
+    function: Callable[..., Any]
+    slope: Callable[..., Any] | None = None
+
 
 #: Function from the number of a score to its (query head, query, key).
 Locate = Callable[[int], tuple[Int32, Int32, Int32]]
@@ -77,20 +80,6 @@ class ScoreOrigin(NamedTuple):
             place.seqlen_q + self.more_queries,
             place.seqlen_k + self.more_keys,
         )
-
-
-def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:
-    """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
-    (batch, heads)."""
-    slopes = tensors[0]
-    which = place.head if cute.rank(slopes) == 1 else (place.batch, place.head)
-    distance = Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
-    return score - slopes[which] * cute.arch.fmax(distance, -distance)
-
-
-#: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
-ALIBI = "alibi"
-SCORE_MOD.register(ALIBI, Functions(_alibi))
 
 
 class ScorePlaces:
@@ -139,10 +128,9 @@ class ScorePlaces:
 class ScoreChange:
     """Change of a kernel's scores: softcap, score_mod or none; all of it static."""
 
-    def __init__(self, softcap: bool, asked: FunctionClass | None) -> None:
-        self.is_softcap = softcap
-        self._key = "" if asked is None else asked.key
-        self._functions = None if asked is None else SCORE_MOD.functions_of(asked.key)
+    def __init__(self, problem_class: Any, functions: Functions | None) -> None:
+        self.is_softcap, self._functions = problem_class.softcap, functions
+        self._key = "" if functions is None else problem_class.score_mod.key
 
     @property
     def exists(self) -> bool:
@@ -192,17 +180,12 @@ class ScoreChange:
             ) from error
 
 
-MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
-#: Names of the tensors that a mask_mod reads, in the order in which kernels get them.
-MASK_TENSORS = MASK_MOD.tensors
-
-
 class MaskFunction:
     """mask_mod of a kernel, if it has one; all of it static."""
 
-    def __init__(self, asked: FunctionClass | None) -> None:
-        self._key = "" if asked is None else asked.key
-        self._function = None if asked is None else MASK_MOD.functions_of(asked.key).function
+    def __init__(self, problem_class: Any, functions: Functions | None) -> None:
+        self._function = None if functions is None else functions.function
+        self._key = "" if functions is None else problem_class.mask_mod.key
 
     @property
     def exists(self) -> bool:
@@ -259,29 +242,26 @@ def _as_it_is(word: Uint32) -> Uint32:
     )
 
 
-#: In the order in which kernels get what their functions read.
-FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
-FUNCTION_TENSORS = (*SCORE_TENSORS, *MASK_TENSORS)
-
-
 @dataclass(frozen=True)
 class KernelFunctions(SharedByReference):
     """Functions of a kernel that computes scores.
 
     What its score_mod reads, then what its mask_mod does, lies behind all others of the `optional`
-    tensors of the kernel.
+    tensors of the kernel.  score_mod, mask_mod: the user's, None without one.
     """
 
     problem_class: Any
+    score_mod: Functions | None
+    mask_mod: Functions | None
 
     @property
     def change(self) -> ScoreChange:
-        return ScoreChange(self.problem_class.softcap, self.problem_class.score_mod)
+        return ScoreChange(self.problem_class, self.score_mod)
 
     @property
     def mask_function(self) -> MaskFunction:
         """Return the function that says which scores of listed tiles are seen, if bits do not."""
-        return MaskFunction(self.problem_class.mask_mod)
+        return MaskFunction(self.problem_class, self.mask_mod)
 
     @property
     def asks_places(self) -> bool:

@@ -19,7 +19,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ..mask.block_mask import FULL, MASK_TILE, NOTHING
-from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, ScoreOrigin, truth_of
+from .kernel_functions import Scored, ScoreOrigin, truth_of
+from .user_functions import MASK_MOD, SCORE_MOD
 
 #: Prefix of the keys of such functions.
 _IN_PART = "in a part: "

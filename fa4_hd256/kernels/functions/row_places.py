@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, truth_of
+from .kernel_functions import Scored, truth_of
+from .user_functions import MASK_MOD, SCORE_MOD
 
 #: Prefix of the keys of such functions.
 _IN_ROW = "in a row: "

@@ -11,28 +11,15 @@ last, and are not kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .kernel_functions import Functions, Scored
 
 #: Tensors that such a function of the user's may read.
 MOST_TENSORS = 4
-
-
-class Functions(NamedTuple):
-    """Functions that a key names.  slope: derivative of a score_mod, None where it is 1
-    everywhere."""
-
-    function: Callable[..., Any]
-    slope: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
-class FunctionClass:
-    """Facts of a user's function that are compiled in.  key: of it.  tensors: dtype and dimensions
-    of each that it reads, such as "float32 1"."""
-
-    key: str
-    tensors: tuple[str, ...] = ()
 
 
 class FunctionKind:
@@ -110,3 +97,32 @@ class FunctionKind:
                 "first, as the process did whose call this was"
             )
         return self._known[key]
+
+
+SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
+MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
+#: Kinds, and names of the tensors that their functions read, in the order in which kernels get
+#: these.
+FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
+FUNCTION_TENSORS = (*SCORE_MOD.tensors, *MASK_MOD.tensors)
+
+
+def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:
+    """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
+    (batch, heads)."""
+    slopes = tensors[0]
+    which = place.head if cute.rank(slopes) == 1 else (place.batch, place.head)
+    distance = Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
+    return score - slopes[which] * cute.arch.fmax(distance, -distance)
+
+
+#: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
+ALIBI = "alibi"
+SCORE_MOD.register(ALIBI, Functions(_alibi))
+
+
+def functions_in(problem_class: Any) -> tuple[Functions | None, ...]:
+    """Return the functions of a problem class, for each of `FUNCTION_KINDS`, None where it has
+    none."""
+    asked = ((kind, getattr(problem_class, kind.argument)) for kind in FUNCTION_KINDS)
+    return tuple(None if one is None else kind.functions_of(one.key) for kind, one in asked)

@@ -81,4 +81,5 @@ KERNELS = KernelSet(
     ),
     counts_tiles=True,
     gathering=lambda config: config.gathering(),
+    gathered_keys="hopper.forward_common:CopiedRows",
 )

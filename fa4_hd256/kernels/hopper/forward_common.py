@@ -17,24 +17,28 @@ from cutlass.cute.nvgpu import cpasync
 from ..context import want_next_tile_if
 from ..forward.common import ForwardCommon
 from ..forward.context import ForwardContext, ForwardKernelTensors
+from ..forward.gathered import NO_PAGE, GatheredRows, GatheredTile
 from ..limits import ELEMENT_BYTES, WARP_SIZE
 from ..plan.edges import RingState
 from ..rows.copied import BLOCK_BYTES, PIECE_BYTES, copy_row
-from ..rows.gathered import NO_PAGE, GatheredTile
 
 BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES
 #: Rows of a warp's copy.
 ROWS_AT_ONCE = WARP_SIZE // BLOCK_LANES
 
 
-class HopperForward(ForwardCommon):
-    """Base of the kernels: `warps.gather` are those that copy rows."""
+class CopiedRows(GatheredRows):
+    """Keys in pages of any size, whose rows warps copy: NOTE [copied rows]."""
 
-    def gathered_source(self, view: cute.Tensor) -> cute.Tensor:
+    def tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> cute.Tensor:
         return view
 
-    def gathering_share(self) -> tuple[Any, int]:
-        return self._gathering_warp(), len(self.warps.gather)
+    def share(self) -> tuple[Any, int]:
+        return self.kernel.gathering_warp(), len(self.kernel.warps.gather)
+
+
+class HopperForward(ForwardCommon):
+    """Base of the kernels: `warps.gather` are those that copy rows."""
 
     def prefetch_descriptors(self, tensors: ForwardKernelTensors) -> None:
         """Prefetch the TMA descriptors of the loads."""
@@ -44,10 +48,10 @@ class HopperForward(ForwardCommon):
     def claim_if(self, scheduler: Any, is_time: Any) -> None:
         """`want_next_tile_if`, by one of the warps that load keys."""
         if self.gathers:
-            is_time = is_time & (self._gathering_warp() == 0)
+            is_time = is_time & (self.gathering_warp() == 0)
         want_next_tile_if(scheduler, is_time)
 
-    def _gathering_warp(self) -> Int32:
+    def gathering_warp(self) -> Int32:
         """Return which of the warps that gather this one is."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         return sum(number * Int32(warp == one) for number, one in enumerate(self.warps.gather))

@@ -27,8 +27,8 @@ class MaskKind:
 
     A causal mask is a bound of 0 on the right.  tree: whether rows have words, NOTE [trees].
     hides_rows: whether a negative bound hides rows at the end of each sequence, `windows`.
-    padded_pages: rows of a page where sequences begin inside one, `pages` NOTE [left padding];
-    else 0.
+    padded_pages: rows of a page where sequences begin inside one, NOTE [left padding] of
+    `forward.pages`; else 0.
     """
 
     bounded_left: bool = False

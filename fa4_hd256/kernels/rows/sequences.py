@@ -41,7 +41,7 @@ class SequenceTensors(NamedTuple):
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length. page_table:
-    (batch, most pages of a sequence) numbers of the pages of keys (`pages`). part_list: KV splits
+    (batch, most pages of a sequence) numbers of the pages of keys. part_list: KV splits
     of each sequence (`part_list`). mask_steps, mask_bits: of a block mask (`block_mask`), which no
     others go with: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of
     bits, 128, 4). mask_blocks, mask_key_bits: the same of its gradients (`backward.block_mask`): (1
@@ -117,6 +117,24 @@ class Sequence:
     offset: Int32
     length: Int32
     batch: Int32
+
+
+class FirstPage(NamedTuple):
+    """Origin of a sequence's keys in KV tiles: `forward.pages`, NOTE [left padding].
+
+    row: the row of the sequence's pages that is key 0.  hidden: keys before the first one there is.
+    """
+
+    row: Int32
+    hidden: Int32
+
+    @classmethod
+    def of(cls, first_row: Int32, length: Int32, page_size: int) -> FirstPage:
+        """Return that of `length` keys, the first of which lies in a row of the pages."""
+        begin = first_row // page_size * page_size
+        within = first_row - begin + length <= page_size
+        row = cutlass.select_(within, first_row, begin)
+        return cls(row, first_row - row)
 
 
 #: Place of a tile for TMA: (its sequence or `PagedTile`, first row in it, column block, head).

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,7 +34,7 @@ from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
-from ..problem_class import GATE_OF_HEADS
+from ..problem_class import GATE_OF_HEADS, CallScalars
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, row_of_gate, sigmoid
 from ..rows.sequences import (
@@ -60,6 +60,9 @@ class PreprocessClass:
     lse_gradient: bool = False
     ragged: tuple[str, ...] = ()
     out_gate: str = ""
+    use_clc: ClassVar[bool] = False
+    #: Names of the `CallScalars` that the kernel gets.
+    scalars: ClassVar[tuple[str, ...]] = ("max_seqlen_q",)
 
 
 @dataclass(frozen=True)
@@ -128,21 +131,20 @@ class PreprocessKernel:
         rows: PreprocessRows,
         stats: cute.Tensor,
         ragged: Any,
-        max_seqlen_q: Int32,
+        scalars: CallScalars,
         stream: Any,
     ) -> None:
         """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
         sequences have a batch of 1.  stats: (2, heads, `padded_rows`) float32.
 
         ragged: a tuple of int32 tensors in the order of the problem class, None if there are none.
-        max_seqlen_q: the longest query sequence.
         """
         sequences = SequenceTensors.given(self.problem_class.ragged, ragged)
         out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
         batch = sequences.num_batches(out)
         seqlen_q, _, heads, _ = out.shape
         tile_rows = self.config.tile_rows
-        blocks = (max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
+        blocks = (scalars.max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
         sizes = tuple(Int32(size) for size in (seqlen_q, heads, blocks))
         form = self.problem_class.out_gate
         gates: tuple[cute.Tensor, ...] = ()

@@ -4,7 +4,7 @@ chooses it for a call."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,9 @@ class CombineClass:
     dtype: torch.dtype
     packed: bool = False
     out_gate: str = ""
+    use_clc: ClassVar[bool] = False
+    #: Names of the `CallScalars` that the kernel gets.
+    scalars: ClassVar[tuple[str, ...]] = ()
 
     @property
     def element_type(self) -> Any:

@@ -35,6 +35,7 @@ from cutlass.memory import SmemAllocator
 
 from ...softmax_emu.exp2 import exp2_row_factor
 from ..limits import FLOAT_BYTES, WARP_SIZE
+from ..problem_class import CallScalars
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate
 from ..rows.part_list import PartList
@@ -64,6 +65,7 @@ class CombineKernel:
         self,
         parts: tuple[cute.Tensor, cute.Tensor],
         results: tuple[cute.Tensor, ...],
+        scalars: CallScalars | None,
         stream: Any,
     ) -> None:
         """parts: (batch * splits, seqlen, heads, 256) and (batch * splits, heads, seqlen), float32,
@@ -75,7 +77,9 @@ class CombineKernel:
         sizes = tuple(Int32(size) for size in (seqlen, heads, batch, splits))
         num_warps, rows = self.config.num_warps, self.config.cta_rows
         count = batch * seqlen * heads * self.config.slices
-        self.kernel((by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes).launch(
+        self.kernel(
+            (by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes, scalars
+        ).launch(
             grid=((count + rows - 1) // rows, 1, 1),
             block=(num_warps * WARP_SIZE, 1, 1),
             stream=stream,
@@ -88,6 +92,7 @@ class CombineKernel:
         parts: tuple[cute.Tensor, cute.Tensor],
         results: tuple[cute.Tensor, ...],
         sizes: tuple[Int32, Int32, Int32, Int32],
+        scalars: CallScalars | None,
     ) -> None:
         """A row, or a slice of one, for each `row_warps`; neighbouring rows are neighbouring
         heads."""
@@ -342,6 +347,7 @@ class RaggedCombineKernel(CombineKernel):
         parts: tuple[cute.Tensor, cute.Tensor],
         results: tuple[cute.Tensor, ...],
         lists: tuple[cute.Tensor, ...],
+        scalars: CallScalars | None,
         stream: Any,
     ) -> None:
         """parts: (parts, max_seqlen_q, heads, 256) and (parts, heads, max_seqlen_q), float32, of
@@ -356,7 +362,7 @@ class RaggedCombineKernel(CombineKernel):
         count = batch * seqlen * heads
         rows = self.config.cta_rows
         self.ragged_kernel(
-            (by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes, lists
+            (by_sequence(parts[0]), parts[1]), self.results_by_rows(results), sizes, lists, scalars
         ).launch(
             grid=((count + rows - 1) // rows, 1, 1),
             block=(self.config.num_warps * WARP_SIZE, 1, 1),
@@ -371,6 +377,7 @@ class RaggedCombineKernel(CombineKernel):
         results: tuple[cute.Tensor, ...],
         sizes: tuple[Int32, ...],
         lists: tuple[cute.Tensor, ...],
+        scalars: CallScalars | None,
     ) -> None:
         """A row for each warp; neighbouring rows are neighbouring heads."""
         seqlen, heads, batch, num_parts = sizes

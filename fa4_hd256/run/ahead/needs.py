@@ -34,8 +34,7 @@ from ...call.operator_arguments import RAGGED
 from ...call.options import Options, check_options
 from ...call.tree_mask import WORD_NODES
 from ...gpus.gpu import Gpu
-from ...kernels.functions.kernel_functions import ALIBI
-from ...kernels.functions.user_functions import FunctionClass
+from ...kernels.functions.user_functions import ALIBI
 from ...kernels.kernel_set import kernels_of
 from ...kernels.limits import HEAD_DIM
 from ...kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
@@ -47,6 +46,7 @@ from ...kernels.problem_class import (
     OF_PAGES,
     OF_SEQUENCES,
     OUT_GATE,
+    FunctionClass,
     result_dtypes,
 )
 from ...kernels.rows.sequences import (

@@ -16,12 +16,10 @@ from fa4_hd256.call.options import UNBOUNDED
 
 #: Values of a call of dense sequences without a mask, on the static scheduler, without KV splits.
 _PLAIN: dict[str, Any] = {
-    "softmax_scale": 0.0625, "window_left": UNBOUNDED, "window_right": UNBOUNDED,
-    "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
-    "backward_config": "", "num_splits": 1, "backward_use_clc": False, "score_mod": None,
-    "mask_mod": None, "listed_tiles": 0, "wanted": [True, True, False, False],
+    **ForwardValues(0.0625, UNBOUNDED, UNBOUNDED)._asdict(),
+    "wanted": [True, True, False, False],
     "rotary_interleaved": True,
-}  # fmt: skip
+}
 
 
 def forward_arguments(q: Any, k: Any, v: Any, **others: Any) -> tuple[Any, ...]:
@@ -44,8 +42,8 @@ def kvcache_arguments(*given: Any, **others: Any) -> tuple[Any, ...]:
 
 def _arguments(tensors: Any, values: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     own = {name: given.pop(name) for name in tensors._fields if name in given}
-    unknown = set(values._fields) - set(_PLAIN)
-    assert not unknown, f"_PLAIN of tests/helpers/cases/operator_calls.py lacks {sorted(unknown)}"
-    plain = {name: given.pop(name, _PLAIN[name]) for name in values._fields}
+    last = [name for name in ("wanted", "rotary_interleaved") if name in values._fields]
+    fields = *ForwardValues._fields, *last
+    plain = [given.pop(name, _PLAIN[name]) for name in fields]
     assert not given, f"no arguments of the operator: {sorted(given)}"
-    return *tensors(**own), *values(**plain)
+    return *tensors(**own), *plain

@@ -12,7 +12,7 @@ import torch
 
 from fa4_hd256.compat import functions
 from fa4_hd256.compat.flash_attn_4 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.functions.kernel_functions import MASK_MOD
+from fa4_hd256.kernels.functions.user_functions import MASK_MOD
 
 SCALE = 1 / 16
 

@@ -80,7 +80,7 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     found = {}
     for index in (0, 1):
         one = devices.gpu_of(torch.device("cuda", index))
-        scalars = call_scalars(problem, one)
+        scalars = call_scalars(problem.problem_class, problem, one)
         mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
         numbers = scalars.clusters.value, scalars.l2_bytes.value
         found[index] = (splits_for(problem, one), mix, *numbers)

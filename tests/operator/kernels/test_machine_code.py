@@ -27,10 +27,9 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     ProductsPlan,
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
-from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
-from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
+from fa4_hd256.kernels.problem_class import FunctionClass, GradientClass, ProblemClass
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

@@ -26,9 +26,8 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.functions import meaning
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.functions.kernel_functions import ALIBI, MASK_MOD, SCORE_MOD
-from fa4_hd256.kernels.functions.user_functions import FunctionClass
-from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.functions.user_functions import ALIBI, MASK_MOD, SCORE_MOD
+from fa4_hd256.kernels.problem_class import FunctionClass, ProblemClass
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile, keys
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs

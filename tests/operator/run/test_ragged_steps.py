@@ -9,7 +9,8 @@ import torch
 from operator_calls import backward_arguments, forward_arguments
 
 from fa4_hd256 import flash_attn_varlen_func
-from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
+from fa4_hd256.call import operator_arguments
+from fa4_hd256.call.operator_arguments import ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
 from fa4_hd256.models import CAUSAL, AttentionModel, local
 from fa4_hd256.run import backward, compile, execute, forward
@@ -47,8 +48,8 @@ def plans_of(lengths, heads, wanted, window_left):
         dout=q, q=q, k=k, v=k, out=q, lse=torch.empty(1, heads[0], total),
         wanted=[*wanted, False, False], **ragged, **values,
     )  # fmt: skip
-    count = len(BackwardTensors._fields)
-    return first, backward.plan_call(given[:count], backward.BackwardValues(*given[count:]))
+    tensors, values = operator_arguments.backward_arguments(given)
+    return first, backward.plan_call(tensors, values)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

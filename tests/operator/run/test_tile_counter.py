@@ -15,8 +15,9 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.forward.tiles import ForwardTiles
 from fa4_hd256.kernels.kernel_set import KernelSet
+from fa4_hd256.kernels.problem_class import scalar_names
 from fa4_hd256.run import execute, tile_counter
-from fa4_hd256.run.argument_types import compile_arguments, scalar_types
+from fa4_hd256.run.argument_types import compile_arguments
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 
 CUDA = torch.device("cuda", 0)
@@ -109,16 +110,12 @@ def test_which_kernels_get_one(monkeypatch, counts, use_clc):
     monkeypatch.setattr(Problem, "kernels", kernels)
     tensors = CallTensors(q, q, q, q, torch.zeros(1, 1, 1))
     *_, scalars, _ = call_arguments(tensors, problem, gpu())
+    own = problem.problem_class
     assert (scalars.tile_counter is not None) == (counts and use_clc)
-    *_, types, _ = compile_arguments(problem.problem_class, counts and use_clc)
+    *_, types, _ = compile_arguments(own, scalar_names(own, counts))
     assert [value is None for value in types] == [value is None for value in scalars]
     # Clusters of one CTA that run at once.
     assert int(scalars.clusters.value) == 148
-
-
-def test_the_scalars_of_others_are_as_before():
-    assert scalar_types().tile_counter is None
-    assert scalar_types(backward=True).tile_counter is None
 
 
 @pytest.mark.architecture("sm_100a")

@@ -33,10 +33,15 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
-from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
+from fa4_hd256.call.operator_arguments import (
+    BackwardTensors,
+    BackwardValues,
+    ForwardTensors,
+    ForwardValues,
+)
 from fa4_hd256.call.options import UNBOUNDED
-from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.problem_class import FunctionClass
 from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import backward, compile, forward, launch
@@ -567,11 +572,7 @@ def test_plans_of_calls_name_kernels_that_are_known(arch, packed, monkeypatch):
     model = AttentionModel("of this test", 8, 2, (Mask(True),))
     needs = Needs(("decode", "training"), ("dense", "packed"))
     known, found = set(specs_of(model, needs, target.architecture, target.gpu)), set()
-    values = ForwardValues(
-        softmax_scale=1.0, window_left=UNBOUNDED, window_right=0, softcap=0.0, max_seqlen_q=None,
-        max_seqlen_k=None, use_clc=False, config="", backward_config="", num_splits=1,
-        backward_use_clc=True, score_mod=None, mask_mod=None, listed_tiles=0,
-    )  # fmt: skip
+    values = ForwardValues(1.0, UNBOUNDED, 0, backward_use_clc=True)
     shape = (1, 40) if packed else (2, 20)
     q, out, dout = (torch.zeros(*shape, 8, 256).bfloat16() for _ in range(3))
     k, v = (torch.zeros(*shape, 2, 256).bfloat16() for _ in "kv")
@@ -586,7 +587,7 @@ def test_plans_of_calls_name_kernels_that_are_known(arch, packed, monkeypatch):
         found |= set(forward.plan_call((*tensors, None), own).specs)
     given = BackwardTensors(dout, None, q, k, v, out, lse, None, **ragged)
     for wanted in ((True, False), (False, True), (True, True)):
-        asked = values.of_backward((*wanted, False, False))
+        asked = BackwardValues(values, (*wanted, False, False))
         found |= set(backward.plan_call(given, asked).specs)
     kinds = {spec.kind for spec in found}
     assert {"forward_combine", "backward_preprocess"} < kinds and len(kinds) > 5

@@ -16,7 +16,7 @@ from ....schedulers.protocol import WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
-from ...context import CLAIM_STEPS, schedule, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, schedule, want_next_tile_if
 from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
 from ...operands import TmaTensor, load_tile
@@ -144,10 +144,10 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     issue_sum: Callable
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
         self.plan = config.plan
-        super().__init__(self.plan, gradient_class.problem, scheduler)
+        super().__init__(self.plan, gradient_class.problem, parts)
         self.ex2_pattern = config.ex2_pattern
 
     def problem(

@@ -22,7 +22,6 @@ exp2 of a unit has the time of dV and dP before P is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +30,7 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
+from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
@@ -124,9 +124,9 @@ class DkdvKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = DkdvTiles(self.plan, self.problem_class)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         keys, weights = k_major_operand(CTA_KEYS), k_major_operand(CTA_KEYS, UNIT_Q)

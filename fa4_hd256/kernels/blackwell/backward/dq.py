@@ -27,7 +27,6 @@ dQ(i), which reads them, by the same thread, and the MMAs of a pair execute in i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +34,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...backward.query_tiles import QueryTiles
+from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
@@ -113,9 +113,9 @@ class DqKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = DqTiles(self.plan, self.problem_class)
         self.result = RowResult("dQ", self.tmem_plan, is_scaled=True)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale

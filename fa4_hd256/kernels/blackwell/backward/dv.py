@@ -34,7 +34,6 @@ of a pair execute in issue order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -44,6 +43,7 @@ from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import DS_BLOCK, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
+from ...context import KernelParts
 from ...functions.kernel_functions import Locate, ScorePlaces
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
@@ -156,9 +156,9 @@ class DvKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = DvTiles(self.plan, self.problem_class)
         self.result = RowResult("dV", self.tmem_plan, is_scaled=False)
         counts_tiles = not (self.problem_class.ragged or self.functions.change.exists)

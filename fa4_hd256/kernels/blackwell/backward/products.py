@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from ....schedulers.protocol import WorkTile
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
 from ...backward.gemm_tiles import GemmTiles, ResultTile, Walk
-from ...context import CLAIM_STEPS, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
@@ -90,9 +90,9 @@ class ProductsKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = SumTiles(self.problem_class)
         stages = self.plan.accumulators
         self.result = RowResult("sum", self.tmem_plan, is_scaled=True, stages=stages)

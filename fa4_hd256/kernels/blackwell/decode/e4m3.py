@@ -23,6 +23,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...context import KernelParts
 from ...e4m3_codes import WORD_CODES, codes_of
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
@@ -65,8 +66,10 @@ class DecodeE4m3Kernel(DecodeKernel):
     _weigh = scaled.weigh
     _scaled_inverse = scaled.scaled_inverse
 
-    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: DecodeConfig, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         scaled.prepare(self, top_exponent=7)  # of 448 at most
 
     def make_mmas(self) -> None:

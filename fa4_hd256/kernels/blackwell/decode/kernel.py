@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
-from ...context import CLAIM_STEPS, schedule, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import (
@@ -49,12 +49,12 @@ from ...forward.decode_rows import (
     sum_of_row,
     synchronise,
 )
+from ...forward.keys import KvTile
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingState, SharedByReference
 from ...problem_class import ProblemClass
 from ...ranges import traced
-from ...rows.pages import PagedTile
 from ...rows.sequences import columns_of
 from ..instructions import (
     Mma,
@@ -82,7 +82,6 @@ CORE_BYTES = 128
 GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
 
 #: A KV tile: its number, or where its rows lie.
-KvTile: TypeAlias = "Int32 | PagedTile"
 
 
 def p_layout(keys: int) -> OperandLayout:
@@ -99,8 +98,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol for clusters of one CTA; None for that of the
-    problem class.  Arguments at run time: `ForwardCommon.__call__`.
+    parts: see `KernelParts`.  Arguments at run time: `ForwardCommon.__call__`.
     """
 
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
@@ -112,8 +110,10 @@ class DecodeKernel(ForwardCommon, PairKernel):
     pv: list[Mma]
     ctas = 1
 
-    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: DecodeConfig, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         self.config = config
         self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)
         self.group = GroupRows(self.rows, config.softmax_rows, self.functions)
@@ -235,7 +235,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                following_kv_tile = self.next_kv_tile(kv_tile)
+                following_kv_tile = self.keys.next(kv_tile)
                 rings = self._load_tile(tile_context, work, following_kv_tile, "k", rings)
                 rings = self._load_tile(tile_context, work, kv_tile, "v", rings)
                 kv_tile = following_kv_tile
@@ -263,7 +263,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     def _first_kv_tile(self, context: BlackwellDecodeContext, work: WorkTile) -> KvTile:
         visibility = context.visibility(work, BLOCK_KV)
-        return self.first_kv_tile(context, work, visibility, self.rows.first_query(work))
+        return self.keys.first(context, work, visibility, self.rows.first_query(work))
 
     @traced("load")
     def _load_q(
@@ -301,10 +301,10 @@ class DecodeKernel(ForwardCommon, PairKernel):
         """Load a buffer of K or V.  what: which of them, and the number of the block of columns."""
         name, block = what
         head = work.head // context.heads_per_kv
-        keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
+        keys, first_key = self.keys.rows(context, work, kv_tile), self.keys.first_row(kv_tile)
         target = await_buffer(context, "kv", state)
         source = getattr(context.tensors, name)
-        self.load_kv(source, context.smem["kv"], (keys, first_key, block, head), target)
+        self.keys.load(source, context.smem["kv"], (keys, first_key, block, head), target)
         state.advance()
         return state
 

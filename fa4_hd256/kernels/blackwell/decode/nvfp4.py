@@ -21,6 +21,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
+from ...context import KernelParts
 from ...forward.context import ForwardKernelTensors
 from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
 from ...limits import HEAD_DIM
@@ -70,8 +71,10 @@ class DecodeNvfp4Kernel(DecodeKernel):
     _weigh = scaled.weigh
     _scaled_inverse = scaled.scaled_inverse
 
-    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: DecodeConfig, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         scaled.prepare(self, top_exponent=14)
 
     @property
@@ -139,16 +142,16 @@ class DecodeNvfp4Kernel(DecodeKernel):
     ) -> DecodeLoadRings:
         """Load the codes of K or V, and their scales, into one buffer each."""
         head = work.head // context.heads_per_kv
-        place = self.keys(context, work, kv_tile), self.first_key(kv_tile), 0, head
+        place = self.keys.rows(context, work, kv_tile), self.keys.first_row(kv_tile), 0, head
         target = await_buffer(context, "kv", rings.kv)
         scales, buffers = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
-        self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
+        self.keys.load(getattr(context.tensors, name), context.smem["kv"], place, target)
         if self.gathers:
             context.barriers["scales_free"].wait(rings.kv)
             copy_scales(scales, buffers[None, None, rings.kv.index].iterator, kv_tile, head)
             context.barriers["scales_loaded"].arrive_copies(rings.kv)
         else:
-            self.load_kv(scales, buffers, place, target)
+            self.keys.load(scales, buffers, place, target)
         rings.kv.advance()
         return rings
 

@@ -32,7 +32,7 @@ heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -41,16 +41,15 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...context import CLAIM_STEPS, schedule, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
+from ...forward.keys import KvTile
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
-from ...mask.block_mask import ListedTile
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.output_gate import multiply_by_gate, neighbours
-from ...rows.pages import PagedTile
 from ..instructions import (
     Mma,
     MmaShape,
@@ -76,16 +75,13 @@ from .context import (
 from .output import load_columns, output_slices, rescale, store_rounded, store_zeros
 from .scores import RangeMask, StepScores, hand_over
 
-#: A KV tile: its number, or where its rows lie.
-KvTile: TypeAlias = "Int32 | PagedTile | ListedTile"
-
 
 class ForwardKernel(ForwardCommon, PairKernel):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol.  Called
-    under `cute.compile`; see `__call__` for the arguments at run time.
+    parts: see `KernelParts`.  Called under `cute.compile`; see `__call__` for the arguments at run
+    time.
     """
 
     context_class = BlackwellForwardContext
@@ -93,8 +89,10 @@ class ForwardKernel(ForwardCommon, PairKernel):
     #: P is 2^p_log2 times as large: `OnlineSoftmax.create`.
     p_log2 = 0.0
 
-    def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: ForwardConfig, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         self.config = config
         # Queries of a tile and of a CTA's half of it.
         self.tile_queries = config.tile_q // problem_class.packed_heads
@@ -203,7 +201,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                following_kv_tile = self.next_kv_tile(kv_tile)
+                following_kv_tile = self.keys.next(kv_tile)
                 rings = self._load_kv(tile_context, work, following_kv_tile, "k", rings)
                 rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
                 kv_tile = following_kv_tile
@@ -235,7 +233,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     rings = self._load_kv(tile_context, work, kv_tile, "k", rings)
                     rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
-                    kv_tile = self.next_kv_tile(kv_tile)
+                    kv_tile = self.keys.next(kv_tile)
             work = scheduler.advance_to_next_work()
         return rings
 
@@ -249,7 +247,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     def _first_kv_tile(self, context: BlackwellForwardContext, work: WorkTile) -> KvTile:
         visibility = context.visibility(work, self.config.block_kv)
-        return self.first_kv_tile(context, work, visibility, work.block * self.tile_queries)
+        return self.keys.first(context, work, visibility, work.block * self.tile_queries)
 
     @traced("load")
     def _load_q(self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings):
@@ -271,15 +269,15 @@ class ForwardKernel(ForwardCommon, PairKernel):
         rings: LoadRings,
     ) -> LoadRings:
         """Load this CTA's half of K's keys, or of V's columns, into the ring that both share."""
-        rank, row = context.cta_rank, self.first_key(kv_tile)
+        rank, row = context.cta_rank, self.keys.first_row(kv_tile)
         head = work.head // context.heads_per_kv
-        keys = self.keys(context, work, kv_tile)
+        keys = self.keys.rows(context, work, kv_tile)
         if name == "k":
             source, place = context.tensors.k, (keys, row + rank * self.load_keys, 0, head)
         else:
             source, place = context.tensors.v, (keys, row, rank, head)
         target = await_buffer(context, "kv", rings.kv)
-        self.load_kv(source, context.smem[name], place, target)
+        self.keys.load(source, context.smem[name], place, target)
         rings.kv.advance()
         return rings
 

@@ -35,6 +35,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ...block_scales import ATOM_BYTES, ATOMS
+from ...context import KernelParts
 from ...forward.context import ForwardKernelTensors
 from ...limits import FLOAT_BYTES, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_box
@@ -154,8 +155,10 @@ class ForwardMxfp8Kernel(ForwardKernel):
     p_log2 = P_LOG2
     scores_class = ReadScores
 
-    def __init__(self, config: Mxfp8Config, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: Mxfp8Config, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         self.scaled_qk = ScaledMma.of(self.qk)
         self.scaled_pv0, self.scaled_pv1 = (
             ScaledMma.of(mma, numbers)
@@ -208,7 +211,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         """Load this CTA's half of K or V, and the scales of all of it to the same barrier."""
         state = rings.kv.copy()
         loaded: LoadRings = super()._load_kv(context, work, kv_tile, name, rings)
-        place = context.key(work), self.first_key(kv_tile), work.head // context.heads_per_kv
+        place = context.key(work), self.keys.first_row(kv_tile), work.head // context.heads_per_kv
         self._load_scales(context, name, work, place, state)
         return loaded
 

@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder, TileProblem
 from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
-from ...context import schedule, shared_fields
+from ...context import KernelParts, schedule, shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...plan.edges import RingStates
 from ...problem_class import CallScalars, GradientClass
@@ -48,12 +48,12 @@ class HopperBackward(BackwardEntry):
     gradient: Any
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
         self.plan = config.plan
         self.problem_class = gradient_class.problem
         self.dtype = self.problem_class.element_type
-        self.scheduler = scheduler
+        self.parts, self.scheduler = parts, parts.scheduler
         self.warps, self.edges = self.plan.warps, self.plan.edges
         # Slopes of scores take registers, and the MMAs follow one another.
         self.capped = self.functions.change.has_slopes

@@ -30,7 +30,7 @@ registers more than there are beside dV, S, dP and the P that is being multiplie
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -48,7 +48,7 @@ from ...backward.ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from ...context import CLAIM_STEPS, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
@@ -120,9 +120,9 @@ class DvKernel(HopperBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = KeyRows(self.plan, self.functions)
         self.score = WgmmaShape(self.dtype, STEP_QUERIES)
         self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)

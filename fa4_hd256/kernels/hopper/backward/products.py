@@ -38,7 +38,7 @@ from ...backward.ds_tiles import (
     within_head,
 )
 from ...backward.gemm_tiles import GemmTiles, Walk
-from ...context import CLAIM_STEPS, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates
@@ -88,9 +88,9 @@ class ProductsKernel(HopperBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = LaunchTiles(self.problem_class)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:

@@ -21,7 +21,7 @@ A warpgroup computes the dS of a step while the sum of the step before runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -32,7 +32,7 @@ from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
-from ...context import CLAIM_STEPS, want_next_tile_if
+from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates, SharedByReference
@@ -100,9 +100,9 @@ class SingleKernel(HopperBackward):
     is_scaled = True
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
+        self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, gradient_class, scheduler)
+        super().__init__(config, gradient_class, parts)
         self.tiles = self.rows(self.plan, self.functions)
         self.boxes = {
             **{n: (OPERANDS.index(n), CTA_ROWS, HEAD_DIM) for n in self.stays},

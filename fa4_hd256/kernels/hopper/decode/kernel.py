@@ -37,7 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
-from ...context import CLAIM_STEPS, schedule, shared_fields
+from ...context import CLAIM_STEPS, KernelParts, schedule, shared_fields
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
@@ -104,15 +104,15 @@ class DecodeE4m3Kernel(HopperForward):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol.
+    parts: see `KernelParts`.
 
     Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
     """
 
-    def __init__(self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any) -> None:
+    def __init__(self, config: E4m3Config, problem_class: ProblemClass, parts: KernelParts) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
-        self.scheduler = scheduler
+        self.parts, self.scheduler = parts, parts.scheduler
         # How K and V lie in shared memory, and how they come to registers.
         self.fragments: Any = nvfp4_fragments if config.nvfp4 else e4m3_fragments
         self.kv_bytes = config.kv_bytes
@@ -258,12 +258,12 @@ class DecodeE4m3Kernel(HopperForward):
             if num_steps > 0:
                 visibility = tile_context.visibility(work, BLOCK_KV)
                 first_query = self.rows.first_query(work)
-                position = self.first_kv_tile(tile_context, work, visibility, first_query)
+                position = self.keys.first(tile_context, work, visibility, first_query)
                 for step in cutlass.range(num_steps, unroll=1):
                     self.claim_if(scheduler, step + CLAIM_STEPS == num_steps)
                     state = self._load_kv(tile_context, "k", work, position, state)
                     state = self._load_kv(tile_context, "v", work, position, state)
-                    position = self.next_kv_tile(position)
+                    position = self.keys.next(position)
             work = scheduler.advance_to_next_work()
         context.barriers["kv_free"].wait_for_all(state)
 
@@ -278,17 +278,17 @@ class DecodeE4m3Kernel(HopperForward):
         state: RingState,
     ):
         """A tile of K or V to the next buffer, once it is free.  position: the KV tile, as
-        `first_kv_tile` counts them."""
+        `KeySource.first` returns it."""
         loaded = context.barriers["kv_loaded"]
         context.barriers["kv_free"].wait(state)
         nvfp4_scales.begin_load(self, context, name, work, position, state)
         if cutlass.const_expr(self.gathers):
             self.gather_kv(context, name, work, position, "kv", state)
         else:
-            keys, first_key = self.keys(context, work, position), self.first_key(position)
+            keys, first_key = self.keys.rows(context, work, position), self.keys.first_row(position)
             place = keys, first_key, Int32(0), work.head // context.heads_per_kv
             target = loaded.pointer(state), state.index
-            self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
+            self.keys.load(getattr(context.tensors, name), context.smem["kv"], place, target)
         state.advance()
         return state
 

@@ -53,5 +53,10 @@ def begin_load(
     if kernel.gathers:
         copy_scales(source, buffer[None, None, state.index].iterator, position, head)
         return
-    place = kernel.keys(context, work, position), kernel.first_key(position), Int32(0), head
-    kernel.load_kv(source, buffer, place, (loaded.pointer(state), state.index))
+    place = (
+        kernel.keys.rows(context, work, position),
+        kernel.keys.first_row(position),
+        Int32(0),
+        head,
+    )
+    kernel.keys.load(source, buffer, place, (loaded.pointer(state), state.index))

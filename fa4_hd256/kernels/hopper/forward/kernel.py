@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...context import CLAIM_STEPS, schedule
+from ...context import CLAIM_STEPS, KernelParts, schedule
 from ...forward.context import ForwardKernelTensors
 from ...functions.kernel_functions import Locate
 from ...limits import HEAD_DIM
@@ -55,8 +55,10 @@ class ForwardKernel(WarpgroupForward):
         lambda values: values, row_columns, store_float32, exchanged_words, store_exchanged
     )
 
-    def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
-        super().__init__(config, problem_class, scheduler)
+    def __init__(
+        self, config: ForwardConfig, problem_class: ProblemClass, parts: KernelParts
+    ) -> None:
+        super().__init__(config, problem_class, parts)
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
@@ -127,14 +129,14 @@ class ForwardKernel(WarpgroupForward):
                 num_steps = visibility.num_tiles(first_query, self.tile_queries)
             self.claim_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.first_kv_tile(tile_context, work, visibility, first_query)
+                position = self.keys.first(tile_context, work, visibility, first_query)
                 # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_kv(tile_context, "k", work, position, k_free)
                 if cutlass.const_expr(not self.gathers):
                     self._load_q(tile_context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     self.claim_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
-                    following = self.next_kv_tile(position)
+                    following = self.keys.next(position)
                     k_free = self._load_kv(tile_context, "k", work, following, k_free)
                     v_free = self._load_kv(tile_context, "v", work, position, v_free)
                     position = following
@@ -170,7 +172,7 @@ class ForwardKernel(WarpgroupForward):
         state: RingState,
     ):
         """One tile of K or V, or this CTA's columns of it for both CTAs.  position: the KV tile, as
-        `first_kv_tile` counts them."""
+        `KeySource.first` returns it."""
         loaded = context.barriers[f"{name}_loaded"]
         context.barriers[f"{name}_free"].wait(state)
         if cutlass.const_expr(self.gathers):
@@ -179,13 +181,13 @@ class ForwardKernel(WarpgroupForward):
             loaded.expect_bytes(state)
             head = work.head // context.heads_per_kv
             source = getattr(context.tensors, name)
-            keys, row = self.keys(context, work, position), self.first_key(position)
+            keys, row = self.keys.rows(context, work, position), self.keys.first_row(position)
             place = keys, row, context.cta_rank, head
             buffer, mask = state.index, None
             if cutlass.const_expr(self.config.ctas > 1):
                 buffer, mask = buffer * 2 + context.cta_rank, Int16(0b11)
             target = loaded.pointer(state), buffer
-            self.load_kv(source, context.smem[name], place, target, mask)
+            self.keys.load(source, context.smem[name], place, target, mask)
         state.advance()
         return state
 

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
-from ...context import shared_fields
+from ...context import KernelParts, shared_fields
 from ...forward.context import ForwardKernelTensors
 from ...mask.masking import TileRange, Visibility
 from ...operands import SharedMemory, load_tile
@@ -67,7 +67,7 @@ class WarpgroupForward(HopperForward):
     """Base of a kernel whose warpgroups work on 64 query rows each.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol.
+    parts: see `KernelParts`.
 
     A kernel adds its operands, `qk` and `pv`, `_exponentiate`, and `run_other_role(context, warp)`,
     the role of a warp that does not multiply.  v_loaded, v_free: edges of V as it is multiplied.
@@ -84,10 +84,10 @@ class WarpgroupForward(HopperForward):
     run_other_role: Callable
     _exponentiate: Callable[..., tuple[Float32, Float32]]
 
-    def __init__(self, config: Any, problem_class: ProblemClass, scheduler: Any) -> None:
+    def __init__(self, config: Any, problem_class: ProblemClass, parts: KernelParts) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
-        self.scheduler = scheduler
+        self.parts, self.scheduler = parts, parts.scheduler
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         # Rows of a query.
         of_query = self.query_rows = query_rows(problem_class.packed_heads, WARPGROUP_ROWS)

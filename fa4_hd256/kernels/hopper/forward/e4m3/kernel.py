@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .....schedulers.protocol import WorkTile
 from .....softmax_emu.online import OnlineSoftmax
-from ....context import CLAIM_STEPS, schedule
+from ....context import CLAIM_STEPS, KernelParts, schedule
 from ....forward.context import ForwardKernelTensors
 from ....limits import HEAD_DIM, SWIZZLE_ALIGNMENT
 from ....operands import LoadTarget, SharedMemory, TmaTensor, load_box, smem_layout
@@ -77,9 +77,9 @@ class ForwardE4m3Kernel(WarpgroupForward):
     result_row = ResultRow(ordered, lane_columns, store_float32, exchanged_pieces, store_pieces)
 
     def __init__(
-        self, config: E4m3ForwardConfig, problem_class: ProblemClass, scheduler: Any
+        self, config: E4m3ForwardConfig, problem_class: ProblemClass, parts: KernelParts
     ) -> None:
-        super().__init__(config, problem_class, scheduler)
+        super().__init__(config, problem_class, parts)
         # What the load warp waits for before it loads V, or V^T.
         self.buffer_free = "v_free" if config.transposes else "columns_free"
         self.qk = WgmmaShape(Float8E4M3FN, BLOCK_KV)
@@ -154,14 +154,14 @@ class ForwardE4m3Kernel(WarpgroupForward):
             num_steps = visibility.num_tiles(first_query, self.tile_queries)
             self.claim_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.first_kv_tile(tile_context, work, visibility, first_query)
+                position = self.keys.first(tile_context, work, visibility, first_query)
                 # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_k(tile_context, work, position, k_free)
                 self._load_q(tile_context, work, q_free)
                 v_free = self._load_v(tile_context, work, position, v_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     self.claim_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
-                    position = self.next_kv_tile(position)
+                    position = self.keys.next(position)
                     k_free = self._load_k(tile_context, work, position, k_free)
                     v_free = self._load_v(tile_context, work, position, v_free)
                 q_free.advance()
@@ -175,7 +175,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     def _load_k(
         self, context: HopperForwardContext, work: WorkTile, position: Any, state: RingState
     ):
-        """One tile of K.  position: the KV tile, as `first_kv_tile` counts them."""
+        """One tile of K.  position: the KV tile, as of `KeySource.first`."""
         loaded = context.barriers["k_loaded"]
         context.barriers["k_free"].wait(state)
         loaded.expect_bytes(state)
@@ -212,9 +212,9 @@ class ForwardE4m3Kernel(WarpgroupForward):
         target: LoadTarget,
     ) -> None:
         head = work.head // context.heads_per_kv
-        keys, row = self.keys(context, work, position), self.first_key(position)
+        keys, row = self.keys.rows(context, work, position), self.keys.first_row(position)
         source = getattr(context.tensors, name)
-        self.load_kv(source, context.smem[name], (keys, row, Int32(0), head), target)
+        self.keys.load(source, context.smem[name], (keys, row, Int32(0), head), target)
 
     # -------------------------------------------------------------------------------- transpose
 

@@ -31,7 +31,8 @@ page lies past the last key.  In all other cases the first page is in use up to 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -39,7 +40,9 @@ from cutlass import Int32
 
 from ..operands import LoadTarget, TmaTensor, load_box
 from ..plan.edges import SharedByReference
-from .sequences import Sequence, clip, clipped_box
+from ..rows.sequences import FirstPage, Sequence, SequenceTensors, TilePlace, clip, clipped_box
+from .context import ForwardContext
+from .keys import KeySource
 
 #: Bits of a box's clipped rows beside its end, more than any box has.
 ROW_BITS = 8
@@ -47,30 +50,8 @@ ROW_BITS = 8
 MOST_ROWS = 1 << (ROW_BITS - 1)
 
 
-def box_rows(page_size: int, rows: int) -> int:
-    return math.gcd(page_size, rows)
-
-
 #: Place of a box: (start, column block, end, head, page), as of `clipped_box`.
 BoxPlace = tuple[Any, Any, Any, Int32, Int32]
-
-
-class FirstPage(NamedTuple):
-    """Origin of a sequence's keys in KV tiles, NOTE [left padding].
-
-    row: the row of the sequence's pages that is key 0.  hidden: keys before the first one there is.
-    """
-
-    row: Int32
-    hidden: Int32
-
-    @classmethod
-    def of(cls, first_row: Int32, length: Int32, page_size: int) -> FirstPage:
-        """Return that of `length` keys, the first of which lies in a row of the pages."""
-        begin = first_row // page_size * page_size
-        within = first_row - begin + length <= page_size
-        row = cutlass.select_(within, first_row, begin)
-        return cls(row, first_row - row)
 
 
 class PagedKeys(SharedByReference):
@@ -171,12 +152,11 @@ class PagedTile(PlacedTile):
 def load_pages(
     source: TmaTensor,
     smem: cute.Tensor,
-    place: tuple[PagedTile, Any, Any, Int32],
+    place: TilePlace,
     target: LoadTarget,
     multicast: Any = None,
 ) -> None:
-    """Load a tile of paged rows by boxes.  place: (`PagedTile`, first row in it, column block,
-    head); target: (barrier, stage)."""
+    """Load a tile of paged rows by boxes: the `KeySource.load` of a `PagedTile`."""
     tile, first_row, column_block, head = place
     box, columns = tile.box_rows, cute.size(smem, mode=[1])
     for row in range(0, cute.size(smem, mode=[0]), box):
@@ -215,3 +195,44 @@ def _load_box(
     shape = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
     wanted = clipped_box(source.tensor, shape, place)
     load_box(source, smem, wanted, *target, multicast=multicast)
+
+
+class KeysInPages(KeySource):
+    """Keys in pages of a size that is compiled in; a KV tile is a `PagedTile`."""
+
+    load: Callable[..., None] = staticmethod(load_pages)
+
+    @property
+    def page_size(self) -> int:
+        size: int = self.kernel.problem_class.page_size
+        return size
+
+    def count(self, sequences: SequenceTensors, rows: Any) -> Any:
+        return rows * cute.size(sequences.page_table, mode=[1])
+
+    def box_rows(self, rows: int) -> int:
+        return math.gcd(self.page_size, self.kernel.load_keys)
+
+    def first(
+        self, context: ForwardContext, work: Any, visibility: Any, first_query: Any
+    ) -> PlacedTile:
+        last, batch = super().first(context, work, visibility, first_query), context.batch(work)
+        return self.of_entry(context, work, batch, visibility, first_query).at(last)
+
+    def of_entry(
+        self, context: ForwardContext, work: Any, batch: Int32, visibility: Any, first_query: Any
+    ) -> Any:
+        """Return the keys of a batch entry, for the steps of a query tile."""
+        table = context.sequences.tensors.page_table[batch, None]
+        sizes = self.page_size, self.box_rows(self.block_kv), self.block_kv
+        first_key, first_page = visibility.first(first_query), context.first_page(batch)
+        return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page)
+
+    def next(self, kv_tile: PlacedTile) -> PlacedTile:
+        return kv_tile.next()
+
+    def first_row(self, kv_tile: PlacedTile) -> int:
+        return 0
+
+    def rows(self, context: ForwardContext, work: Any, kv_tile: PlacedTile) -> PlacedTile:
+        return kv_tile

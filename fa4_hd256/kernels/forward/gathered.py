@@ -28,7 +28,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..limits import ELEMENT_BYTES, TMA_ALIGNMENT, WARP_SIZE
 from ..operands import BLOCK_COLUMNS, LoadTarget
 from ..plan.edges import SharedByReference
-from .pages import PlacedTile
+from ..rows.sequences import TilePlace
+from .context import ForwardContext
+from .pages import KeysInPages, PlacedTile
 
 #: Page of a row that is not read, and its number.
 NO_PAGE = -1
@@ -158,13 +160,10 @@ def gather_tensor(operation: Any, view: cute.Tensor) -> GatherTensor:
 
 
 def load_rows(
-    source: GatherTensor,
-    smem: cute.Tensor,
-    place: tuple[GatheredTile, Any, Any, Int32],
-    target: LoadTarget,
+    source: GatherTensor, smem: cute.Tensor, place: TilePlace, target: LoadTarget
 ) -> None:
-    """Load rows of a KV tile by TMA, four at a time (cp.async.bulk.tensor, .tile::gather4, PTX ISA
-    9.7.9.27.1.2).  place: (tile, first row in it, column block, head); target: (barrier, stage)."""
+    """Load rows of a KV tile by TMA, four at a time (cp.async.bulk.tensor, .tile::gather4, PTX
+    ISA 9.7.9.27.1.2)."""
     tile, first_row, column_block, head = place
     barrier, stage = target
     rows, columns, stages = (cute.size(smem, mode=[mode]) for mode in range(3))
@@ -219,3 +218,26 @@ def _row_numbers(
                 cutlass.select_(is_here, numbers[start + run], wanted[run]) for run in range(runs)
             ]
     return wanted
+
+
+class GatheredRows(KeysInPages):
+    """Keys in pages of any size, whose rows TMA gathers; a KV tile is a `GatheredTile`."""
+
+    load = staticmethod(load_rows)
+
+    def tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
+        return gather_tensor(self.kernel.gathering_operation(), view)
+
+    def share(self) -> tuple[Any, int]:
+        """Return (number of this warp, number of all) of those that gather rows."""
+        return 0, 1
+
+    def of_entry(
+        self, context: ForwardContext, work: Any, batch: Int32, visibility: Any, first_query: Any
+    ) -> GatheredKeys:
+        table = context.sequences.tensors.page_table[batch, None]
+        keys = KeyRange(
+            visibility.first(first_query), visibility.seqlen_k, context.key(work).offset
+        )
+        sizes = page_sizes(context.tensors.k)
+        return GatheredKeys(table, sizes, keys, self.block_kv, self.share())
