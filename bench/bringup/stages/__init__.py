@@ -28,47 +28,34 @@ class BringupStage:
 
 
 STAGES = (
-    BringupStage(
-        "machine", 60, True, "what the figures below belong to: GPU, driver, clocks, other users"
-    ),
-    BringupStage(
-        "golden",
-        30,
-        True,
-        "single instructions: that the simulator and this GPU agree, bit for bit",
-    ),
-    BringupStage(
-        "rules",
-        20,
-        True,
-        "rules of the machine that no manual promises: kernels that keep and that break them",
-    ),
-    BringupStage(
-        "micro", 60, True, "the constants of the timing model: latencies, intervals, rates"
-    ),
-    BringupStage(
-        "kernels", 600, False, "each kernel, then masks, lengths and schedulers, against float64"
-    ),
+    BringupStage("machine", 60, True,
+                 "what the figures below belong to: GPU, driver, clocks, other users"),
+    BringupStage("golden", 30, True,
+                 "single instructions: that the simulator and this GPU agree, bit for bit"),
+    BringupStage("rules", 20, True,
+                 "rules of the machine that no manual promises: kernels that keep and that break "
+                 "them"),
+    BringupStage("micro", 60, True,
+                 "the constants of the timing model: latencies, intervals, rates"),
+    BringupStage("kernels", 600, False,
+                 "each kernel, then masks, lengths and schedulers, against float64"),
     BringupStage("sanitizer", 600, False, "memory errors and races that results do not show"),
     BringupStage("sharing", 600, False, "that two processes may share the GPU"),
     BringupStage("graph", 120, False, "that calls may be captured into CUDA graphs"),
-    BringupStage(
-        "decoding", 600, False, "that KV splits may be joined by a kernel launched beside them"
-    ),
+    BringupStage("decoding", 600, False,
+                 "that KV splits may be joined by a kernel launched beside them"),
     BringupStage("host", 120, False, "what a call costs the host"),
     BringupStage("choices", 120, False, "which of two configurations is the faster one here"),
-    BringupStage(
-        "throughput", 1200, False, "how fast the kernels are, beside others' in one process"
-    ),
-)
+    BringupStage("throughput", 1200, False,
+                 "how fast the kernels are, beside others' in one process"),
+)  # fmt: skip
 
 #: Not part of a run: whether the GPU still answers after a hang, and planted failures.
 HIDDEN = (
     BringupStage("answers", 60, True, "whether the machine still computes", False),
-    BringupStage(
-        "planted", 10, True, "that a hang, a fault and a wrong result are told apart", False
-    ),
-)
+    BringupStage("planted", 10, True, "that a hang, a fault and a wrong result are told apart",
+                 False),
+)  # fmt: skip
 
 
 def named(name: str) -> BringupStage:

@@ -213,27 +213,13 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     told."""
     import torch
 
-    from fa4_hd256 import flash_attn_varlen_func
     from fa4_hd256.check import reference
 
     totals = tuple(sum(side) for side in zip(*_PACKED))
     q, k, v, dout = (t[0] for t in tensors(Call(totals), target.device))
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     ends = [list(itertools.accumulate(side, initial=0)) for side in zip(*_PACKED)]
-    offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
-    longest = [max(side) for side in zip(*_PACKED)]
-    out, lse = flash_attn_varlen_func(
-        leaves[0],
-        leaves[1],
-        leaves[2],
-        cu_seqlens_q=offsets[0],
-        cu_seqlens_k=offsets[1],
-        max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1],
-        causal=True,
-        return_lse=True,
-        use_clc=use_clc,
-    )
+    out, lse = _varlen(leaves, ends, use_clc)
     gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
     worst, right = 0.0, True
     for (a, b), (c, d) in zip(*(itertools.pairwise(e) for e in ends)):
@@ -262,28 +248,30 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     )
 
 
-def _without_keys(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
-    """Check sequences without keys, beside a row of K that belongs to none of them."""
+def _varlen(leaves: list[Any], ends: list[list[int]], use_clc: bool) -> tuple[Any, Any]:
+    """Return (out, lse) of causal packed sequences. ends: offsets of queries and of keys."""
     import torch
 
     from fa4_hd256 import flash_attn_varlen_func
 
+    device = leaves[0].device
+    of_queries, of_keys = (torch.tensor(e, dtype=torch.int32, device=device) for e in ends)
+    longest = [max(1, *(b - a for a, b in itertools.pairwise(e))) for e in ends]
+    found: Any = flash_attn_varlen_func(
+        *leaves, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys, max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1], causal=True, return_lse=True, use_clc=use_clc,
+    )  # fmt: skip
+    return found
+
+
+def _without_keys(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
+    """Check sequences without keys, beside a row of K that belongs to none of them."""
+    import torch
+
     q, k, v, dout = (t[0] for t in tensors(Call((sum(_UNSEEING), 1)), target.device))
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    ends = [0, *itertools.accumulate(_UNSEEING)], [0] * (len(_UNSEEING) + 1)
-    of_queries, of_keys = (torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends)
-    out, lse = flash_attn_varlen_func(
-        leaves[0],
-        leaves[1],
-        leaves[2],
-        cu_seqlens_q=of_queries,
-        cu_seqlens_k=of_keys,
-        max_seqlen_q=max(_UNSEEING),
-        max_seqlen_k=1,
-        causal=True,
-        return_lse=True,
-        use_clc=use_clc,
-    )
+    ends = [[0, *itertools.accumulate(_UNSEEING)], [0] * (len(_UNSEEING) + 1)]
+    out, lse = _varlen(leaves, ends, use_clc)
     wrong = int((out != 0).sum()) + int((lse != -math.inf).sum())
     if is_backward:
         gradients = torch.autograd.grad(out, leaves, dout)
