@@ -58,16 +58,12 @@ AGAIN = ", again"
 @dataclass(frozen=True)
 class Load:
     """Requests of a measurement. prompt: tokens of one on average, from half to one and a half of
-    it; tokens: generated for each.
+    it; tokens: generated for each."""
 
-    Requests of so many tokens, since with fewer a step of decoding takes a GPU less time than the
-    host, and all backends have the host's rate.
-    """
-
-    requests: int = 64
-    prompt: int = 8192
-    tokens: int = 128
-    rounds: int = 5
+    requests: int
+    prompt: int
+    tokens: int
+    rounds: int
 
     @property
     def longest(self) -> int:
@@ -268,7 +264,7 @@ def tables(
         f"{size.layers} layers, {size.heads} query heads, hidden size {size.hidden}, vocabulary "
         f"{size.vocabulary}, random weights; {load.requests} prompts of {load.prompt} tokens on "
         f"average, {load.tokens} generated for each; {load.rounds} rounds, interleaved. "
-        "Medians, of steps in which all requests decode."
+        "Medians, of steps in which all requests decode. Kernels of a step: by PyTorch's profiler."
     )
     compared = load.compared
     judged = (
@@ -298,8 +294,8 @@ def main(arguments: argparse.Namespace) -> int:
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; pip install vllm==0.33.0 beside this package")
     limit = TimeLimit(arguments.within)
-    size = models.Size(**_given(models.Size, arguments))
     load = Load(**_given(Load, arguments))
+    size = models.Size(**_given(models.Size, arguments), positions=load.longest + 1)
     jobs = [
         (kind, mode)
         for kind in arguments.model or SERVED_MODELS
