@@ -9,7 +9,7 @@ from kernel_text import kernel_text, run_kernel_text
 import sm100_sim
 from sm100_sim.command.summary import summary
 from sm100_sim.launcher import translated_kernel
-from sm100_sim.sanitizer.memory.load_waits import uses_of
+from sm100_sim.sanitizer.memory.load_waits import arrivals_of, uses_of
 
 pytestmark = pytest.mark.simulator
 
@@ -126,3 +126,45 @@ def test_loads_in_inline_assembly_count_always():
     assert len(uses(in_assembly(ROUND.replace(f"/*first*/ {WAIT}", "")))) == 1
     without = ROUND.replace(WAIT, "")
     assert len(uses(in_assembly(without))) == len(uses(without, "")) >= 2
+
+
+#: A warp loads, and tells others by an mbarrier that the columns are free.
+HANDED_OVER = """
+ld.shared.b32 %r20, [smem];
+/*arrive*/
+tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r2, %r3}, [%r20];
+/*between*/
+mbarrier.arrive.shared.b64 %rd1, [smem+8];
+add.u32 %r4, %r2, %r3;
+st.global.u32 [%rd8], %r4;
+"""
+
+
+@pytest.mark.parametrize(("between", "early"), [
+    ("", True), ("tcgen05.fence::before_thread_sync;", True), (WAIT, False),
+    ("st.shared.u32 [smem+16], %r3;", False), ("@%p0 bra OVER;\n" + WAIT + "\nOVER:", True),
+])  # fmt: skip
+@pytest.mark.parametrize("head", ["", MADE], ids=["by hand", "by a compiler"])
+def test_a_load_in_flight_at_an_arrival(head, between, early):
+    """Whoever made it: a GPU makes the arrival wait only by a wait, or by a use in front of it."""
+    text = head + kernel_text(HANDED_OVER.replace("/*between*/", between), 1)
+    kernel = translated_kernel(text, "test", True).kernel
+    assert [(one.load.opcode.split(".")[1], one.other.opcode.split(".")[1])
+            for one in arrivals_of(kernel)] == [("ld", "arrive")] * early  # fmt: skip
+
+
+def test_an_arrival_in_front_of_the_load_counts_around_a_loop():
+    body = HANDED_OVER.replace("/*arrive*/", "AGAIN:\nmbarrier.arrive.shared.b64 %rd1, [smem+8];")
+    looped = body.replace("mbarrier.arrive.shared.b64 %rd1, [smem+8];\nadd", "add").replace(
+        "add.u32 %r4, %r2, %r3;\nst.global.u32 [%rd8], %r4;", "@%p0 bra AGAIN;"
+    )
+    assert len(arrivals_of(translated_kernel(kernel_text(looped, 1), "test", True).kernel)) == 1
+
+
+def test_an_early_arrival_is_a_finding_of_the_run():
+    """The first load of a round is in flight at the barrier; the results are right all the same."""
+    text = ROUND.replace("/*second*/", "bar.sync 0;\n")
+    findings, _, _ = made(text)
+    assert {finding.kind for finding in findings} == {"load-not-waited"}
+    assert "the arrival does not wait for tcgen05.ld" in findings[0].missing
+    assert made(text, sanitize=True)[0] == []

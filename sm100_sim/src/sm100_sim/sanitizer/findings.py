@@ -242,10 +242,23 @@ def not_waited(used: Any) -> Finding:
         f"register {used.register} depends on what tcgen05.ld brings only behind tcgen05.wait::ld "
         "(.sync.aligned), which must stand between the two"
     )
+    return _of_load(used, "use of its data", edge)
+
+
+def arrived_early(used: Any) -> Finding:
+    """A tcgen05.ld in flight where its warp arrives at a barrier (`load_waits.Use`)."""
+    edge = (
+        "the arrival does not wait for tcgen05.ld, and who waits for it may overwrite the columns "
+        "first: tcgen05.wait::ld (.sync.aligned) must stand between the two"
+    )
+    return _of_load(used, "arrival", edge)
+
+
+def _of_load(used: Any, other: str, edge: str) -> Finding:
     nobody: Any = (), -1
     pair = used.load, used.other
     told = [place(one, *nobody).rpartition(", CTA ")[0] for one in pair]
-    words = "tensor memory load", "use of its data"
+    words = "tensor memory load", other
     finding = Finding(
         "load-not-waited", f"{', then '.join(told)}: {edge}",
         tuple(site(one, *nobody) for one in pair), "registers",

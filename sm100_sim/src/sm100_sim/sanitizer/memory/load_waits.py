@@ -10,6 +10,11 @@ Loads in inline assembly, as those of CUDA C++ and Triton, and in PTX written by
 Where a compiler has made the load of an operation of its own, as in CuTe DSL, published kernels
 (flash-attn-4, CUTLASS, cuDNN) leave waits out and rely on the register dependency; such loads are a
 note of the launch, with their places, and no finding.
+
+What the register dependency does not order is an arrival: ptxas makes of a wait::ld that the next
+arrival waits for the load, and without it nothing does (docs/facts.md). So a load of any origin is
+a finding if the warp arrives at a barrier before it has waited or touched a register of the load.
+Arithmetic in front of the arrival counts as a touch, though ptxas may move it behind.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from sm100_sim.isa.table import row_of
 from sm100_sim.ptx.parser import Register
 from sm100_sim.translate.blocks import successors, uses_and_definitions
 
-from ..findings import Finding, not_waited
+from ..findings import Finding, arrived_early, not_waited
 
 
 class Use(NamedTuple):
@@ -40,6 +45,10 @@ def found(machine: Any, omitted: int, stretches: Any) -> Iterator[Finding]:
         finding = not_waited(use)
         finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
         yield finding
+    executed = machine.executed_indices()
+    for use in arrivals_of(machine.compiled.kernel, omitted):
+        if use.load.index in executed and use.other.index in executed:
+            yield arrived_early(use)
 
 
 def notes(machine: Any, omitted: int) -> list[str]:
@@ -99,6 +108,62 @@ def uses_of(kernel: Any, omitted: int = -1, by_compiler: bool = False) -> list[U
             elif _merge(known, state):
                 pending.add(successor)
     return _uses(kernel, omitted, states, loads, numbers)
+
+
+#: Starts of opcodes by which a warp arrives at a barrier.
+_ARRIVALS = ("mbarrier.arrive", "bar.", "barrier.")
+
+
+def arrivals_of(kernel: Any, omitted: int = -1) -> list[Use]:
+    """Return a use for each load that is in flight, on some path, where the warp arrives at a
+    barrier: the first arrival of the program.
+
+    omitted: index of an instruction that is left out.
+    """
+    loads = [i for i in kernel.instructions if row_of(i).rule is Rule.TENSOR_LOAD]
+    if not loads:
+        return []
+    bits = {load.index: 1 << number for number, load in enumerate(loads)}
+    owners: dict[Register, int] = {}
+    for load in loads:
+        for register in uses_and_definitions(load)[2]:
+            owners[register] = owners.get(register, 0) | bits[load.index]
+    found: dict[int, Use] = {}
+    states: list[int | None] = [None] * len(kernel.blocks)
+    states[0], pending = 0, {0}
+    while pending:
+        index = pending.pop()
+        mask = states[index] or 0
+        for instruction in _steps(kernel, kernel.blocks[index], omitted):
+            if mask and instruction.opcode.startswith(_ARRIVALS):
+                for load in loads:
+                    if mask & bits[load.index]:
+                        _keep_first(found, load, instruction)
+            mask = _in_flight(mask, instruction, owners) | bits.get(instruction.index, 0)
+        for successor in successors(kernel.blocks[index]):
+            known = states[successor]
+            if known is None or mask & ~known:
+                states[successor] = mask | (known or 0)
+                pending.add(successor)
+    return list(found.values())
+
+
+def _keep_first(found: dict[int, Use], load: Any, arrival: Any) -> None:
+    known = found.get(load.index)
+    if known is None or arrival.index < known.other.index:
+        register = next(iter(uses_and_definitions(load)[2]))
+        found[load.index] = Use(load, arrival, register.name)
+
+
+def _in_flight(mask: int, instruction: Any, owners: dict[Register, int]) -> int:
+    """Return the loads of a mask that an instruction does not wait for: it waits for the registers
+    that it reads or writes."""
+    if _is_wait(instruction):
+        return 0
+    uses, _, definitions = uses_and_definitions(instruction)
+    for register in (*uses, *definitions):
+        mask &= ~owners.get(register, 0)
+    return mask
 
 
 def _is_wait(instruction: Any) -> bool:
