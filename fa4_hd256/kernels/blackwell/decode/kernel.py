@@ -81,8 +81,6 @@ GROUP = 8
 CORE_BYTES = 128
 GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
 
-#: A KV tile: its number, or where its rows lie.
-
 
 def p_layout(keys: int) -> OperandLayout:
     """Return the layout of P^T.  keys: of one instruction."""
