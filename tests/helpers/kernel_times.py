@@ -1,6 +1,6 @@
 """Processor time of each test, and of the kernels that it is the first to compile or translate.
 
-`pytest --kernel-times FILE`, with caches that are empty, appends a line of JSON per test; workers
+`pytest --kernel-times=FILE`, with caches that are empty, appends a line of JSON per test; workers
 of pytest-xdist share the file.  `python tests/helpers/kernel_times.py FILE` prints the sums, and
 the tests that take most.
 """

@@ -165,36 +165,55 @@ def load_rows(
     """Load rows of a KV tile by TMA, four at a time (cp.async.bulk.tensor, .tile::gather4, PTX
     ISA 9.7.9.27.1.2)."""
     tile, first_row, column_block, head = place
+    rows = cute.size(smem, mode=[0])
+    for run, own in enumerate(_row_numbers(source, tile, first_row, rows, head)):
+        _load_run(source, smem, own, (run, column_block), target)
+
+
+@cute.jit
+def _load_run(
+    source: GatherTensor,
+    smem: cute.Tensor,
+    own: Int32,
+    place: tuple[int, Int32 | int],
+    target: LoadTarget,
+) -> None:
+    """Load as many rows as a warp has lanes.  own: the number of this lane's row.  place: number of
+    the run in the tile, column block.
+
+    A loop, since a load role loads tiles in a dozen places, and each would have all gathers.  Four
+    boxes an iteration: with one the addresses take longer than the gathers.
+    """
+    run, column_block = place
     barrier, stage = target
-    rows, columns, stages = (cute.size(smem, mode=[mode]) for mode in range(3))
+    columns, stages = (cute.size(smem, mode=[mode]) for mode in (1, 2))
     blocks = columns // BLOCK_COLUMNS
     boxes = cute.zipped_divide(source.tensor, (TMA_ROWS, BLOCK_COLUMNS))
-    for run, own in enumerate(_row_numbers(source, tile, first_row, rows, head)):
-        for lane in range(0, WARP_SIZE, TMA_ROWS):
-            numbers = cute.make_rmem_tensor(TMA_ROWS, Int32)
-            for i in range(TMA_ROWS):
-                numbers[i] = cute.arch.shuffle_sync(own, lane + i)
-            wanted = cute.make_tensor(
-                numbers.iterator,
-                cute.make_layout(((TMA_ROWS, BLOCK_COLUMNS), (1, 1)), stride=((1, 0), (0, 0))),
+    for box in cutlass.range(WARP_SIZE // TMA_ROWS, unroll=4):
+        numbers = cute.make_rmem_tensor(TMA_ROWS, Int32)
+        for i in cutlass.range_constexpr(TMA_ROWS):
+            numbers[i] = cute.arch.shuffle_sync(own, box * TMA_ROWS + i)
+        wanted = cute.make_tensor(
+            numbers.iterator,
+            cute.make_layout(((TMA_ROWS, BLOCK_COLUMNS), (1, 1)), stride=((1, 0), (0, 0))),
+        )
+        row = run * (WARP_SIZE // TMA_ROWS) + box
+        for block in cutlass.range_constexpr(blocks):
+            to = cute.local_tile(smem, (TMA_ROWS, BLOCK_COLUMNS, stages), (row, block, 0))
+            to_smem, coordinates, of_rows = cpasync.tma_partition(
+                source.atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(to, 0, 2),
+                [boxes, wanted],
             )
-            row = (run * WARP_SIZE + lane) // TMA_ROWS
-            for block in range(blocks):
-                to = cute.local_tile(smem, (TMA_ROWS, BLOCK_COLUMNS, stages), (row, block, 0))
-                to_smem, coordinates, of_rows = cpasync.tma_partition(
-                    source.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(to, 0, 2),
-                    [boxes, wanted],
-                )
-                column = column_block * blocks + block
-                cute.copy(
-                    source.atom,
-                    [coordinates[None, (0, column)], of_rows[None, (0, 0)]],
-                    to_smem[None, stage],
-                    tma_bar_ptr=barrier,
-                )
+            column = column_block * blocks + block
+            cute.copy(
+                source.atom,
+                [coordinates[None, (0, column)], of_rows[None, (0, 0)]],
+                to_smem[None, stage],
+                tma_bar_ptr=barrier,
+            )
 
 
 def _row_numbers(
