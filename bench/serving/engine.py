@@ -110,9 +110,16 @@ def _timed_steps(engine: Any, requests: int) -> Iterator[list[float]]:
             steps.append(seconds)
         return outputs
 
-    engine.step = timed
-    try:
+    with _stepping(engine, timed):
         yield steps
+
+
+@contextmanager
+def _stepping(engine: Any, step: Callable[[], Any]) -> Iterator[None]:
+    """Put a function in the place of an engine's step."""
+    engine.step = step
+    try:
+        yield
     finally:
         del engine.step
 
@@ -148,11 +155,8 @@ def _profile(engine: Any, texts: list[list[int]], tokens: int) -> dict[str, Any]
             steps += 1
         return step()
 
-    inner.step = profiled
-    try:
+    with _stepping(inner, profiled):
         _generate(engine, texts, tokens)
-    finally:
-        del inner.step
     if steps <= PROFILED:
         return {"kernels": {}}
     return {

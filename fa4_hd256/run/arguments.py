@@ -28,9 +28,6 @@ from .argument_types import SCALE_RANK, TABLES, WORD, row_alignment
 
 # ---------------------------------------------------------------- slots
 
-#: Name of the dynamic scheduler's counter.
-COUNTER = TILE_COUNTER
-
 
 @dataclass(frozen=True)
 class Number:
@@ -150,7 +147,7 @@ def call_scalars(
     slots: dict[str, Any] = {
         name: Number(numbers[name], kind.__name__) for name, kind in CallScalars.kinds().items()
     }
-    slots[COUNTER] = View.contiguous(COUNTER, (1,), torch.int32)
+    slots[TILE_COUNTER] = View.contiguous(TILE_COUNTER, (1,), torch.int32)
     if backward is not None:
         slots["score_origin"] = ScoreOrigin(*map(int32, backward.origin))
     return CallScalars.named(scalar_names(own, problem.kernels.counts_tiles), slots)

@@ -22,9 +22,10 @@ from cutlass.cute.runtime import from_dlpack
 
 from ..call.memory import View
 from ..gpus.devices import is_captured
+from ..kernels.problem_class import TILE_COUNTER
 from ..private_torch import current_device, current_stream
 from . import launch
-from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
+from .arguments import STREAM, Number, Slot, leaves, mapped
 from .catalogue import KernelSpec
 from .compile import CompiledKernel, MissingKernelError, compile_kernel, is_capturing
 from .kept_tensors import made_to_keep
@@ -77,7 +78,7 @@ class Execution:
         self._make_only_first = [_unread_maker(one, device) for one in allocations]
         operations = [step for step in plan.steps if isinstance(step, Operation)]
         results = [one.result for one in operations if one.result is not None]
-        names = [*plan.inputs, *(one.name for one in allocations), *results, COUNTER]
+        names = [*plan.inputs, *(one.name for one in allocations), *results, TILE_COUNTER]
         #: Number of each tensor that the plan names: its place in the list of addresses.
         self.numbers = {name: number for number, name in enumerate(names)}
         #: Zeros: places of what operations make and of the counter, filled in each run's own list.
@@ -329,7 +330,7 @@ class _LaunchStep(PackedArguments):
         self._kernel, self._function = of._kernels[step.spec]
         self._device = of.plan.device
         self._views = [(view, of.numbers[view.name]) for view in step.views]
-        self._counts = any(view.name == COUNTER for view in step.views)
+        self._counts = any(view.name == TILE_COUNTER for view in step.views)
 
     def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
         counter = None  # one that is made for a graph or a simulated launch lives until it is done

@@ -21,8 +21,8 @@ from ..call.descales import scale_layout
 from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_strides
 from ..call.mxfp8_scales import words_of
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import OF_BLOCKS
-from .arguments import COUNTER, Number, Slot, aligned_view, leaves, mapped
+from ..kernels.problem_class import OF_BLOCKS, TILE_COUNTER
+from .arguments import Number, Slot, aligned_view, leaves, mapped
 from .catalogue import KernelSpec
 
 
@@ -215,9 +215,9 @@ class PlanBuilder:
 
     def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel. arguments: as for `Launch`."""
-        if any(getattr(slot, "name", None) == COUNTER for slot in leaves(arguments)):
-            counter = Allocation(COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
-            self._allocations[COUNTER] = counter
+        if any(getattr(slot, "name", None) == TILE_COUNTER for slot in leaves(arguments)):
+            counter = Allocation(TILE_COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
+            self._allocations[TILE_COUNTER] = counter
         self._steps.append(Launch(spec, arguments))
 
     def with_other_lengths(self, specs: Iterable[KernelSpec]) -> None:

@@ -1,4 +1,4 @@
-"""The timing model against an H200's measurements (lab/micro/hopper_measured.json)."""
+"""Compare the timing model with an H200's measurements (lab/micro/hopper_measured.json)."""
 
 import json
 

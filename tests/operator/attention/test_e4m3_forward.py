@@ -1,4 +1,4 @@
-"""Queries, keys and values in e4m3 against float64: lengths, masks, options, scales, packed
+"""Test queries, keys and values in e4m3 against float64: lengths, masks, options, scales, packed
 sequences, pages and caches, and what is refused.
 
 The tolerance is twice the error of PyTorch with P rounded to e4m3 (`reference.e4m3_pytorch`). On a

@@ -1,4 +1,4 @@
-"""The Hopper forward: its machine code and its plan."""
+"""Test the Hopper forward: its machine code and its plan."""
 
 from __future__ import annotations
 
