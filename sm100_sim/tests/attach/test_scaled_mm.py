@@ -1,9 +1,10 @@
-"""torch._scaled_mm with block scales inside `attached()`, against scales placed one by one."""
+"""torch._scaled_mm and scaled_grouped_mm inside `attached()`, block scales placed one by one."""
 
 import itertools
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType, SwizzleType, scaled_grouped_mm
 
 import sm100_sim
 
@@ -85,3 +86,66 @@ def test_one_scale_for_all_goes_to_pytorch():
     with sm100_sim.attached():
         found = torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.float32)
     assert torch.allclose(found, 0.25 * (a.float() @ a.float().t()), rtol=1e-2, atol=1e-2)
+
+
+#: Group sizes, one of them empty, and as rows no multiples of the 128 of a scale tile.
+GROUPS = (64, 0, 192)
+MX, NV = ScalingType.BlockWise1x32, [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+
+
+def grouped(a, b, scales, factors, **options) -> torch.Tensor:
+    """scaled_grouped_mm with MX scales or, with a factor of each group and operand, NVFP4."""
+    recipe = MX if factors is None else NV
+    first, second = scales if factors is None else [[*pair] for pair in zip(scales, factors)]
+    ends = torch.tensor(GROUPS).cumsum(0, dtype=torch.int32)
+    swizzle = SwizzleType.SWIZZLE_32_4_4
+    with sm100_sim.attached():
+        return scaled_grouped_mm(
+            a, b, first, recipe, second, recipe, swizzle, swizzle, offs=ends,
+            output_dtype=torch.float32, **options,
+        )  # fmt: skip
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+@pytest.mark.parametrize("along_k", [False, True], ids=["rows", "k"])
+@pytest.mark.parametrize(
+    "kind,scale_kind,block",
+    [
+        (torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
+        (torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16),
+    ],
+)
+def test_grouped_products(kind, scale_kind, block, along_k):
+    m, n, k = 96, 160, 128
+    shapes = [((m, size), (n, size)) if along_k else ((size, k), (n, k)) for size in GROUPS]
+    parts = [
+        [operand(*shape, block, kind, 2 * g + i) for i, shape in enumerate(pair)]
+        for g, pair in enumerate(shapes)
+    ]
+    packed = [[side[i][0].view(torch.uint8) for side in parts] for i in range(2)]
+    if along_k:
+        a, b = torch.cat(packed[0], 1).view(kind), torch.cat(packed[1], 1).view(kind).t()
+    else:
+        a, b = torch.cat(packed[0]).view(kind), torch.stack(packed[1]).view(kind).transpose(1, 2)
+    scales = [joined([place(side[i][1], scale_kind) for side in parts]) for i in range(2)]
+    factors = None
+    if scale_kind == torch.float8_e4m3fn:
+        factors = torch.tensor([0.5, 3.0, 2.0]), torch.tensor([4.0, 5.0, 0.25])
+    found = grouped(a, b, scales, factors)
+    exact = [left[2] @ right[2].t() for left, right in parts]
+    if factors is not None:
+        exact = [e * x * y for e, x, y in zip(exact, *factors, strict=True)]
+    want = torch.stack(exact) if along_k else torch.cat(exact)
+    assert found.shape == want.shape
+    assert torch.allclose(found.double(), want, rtol=1e-5, atol=1e-3)
+
+
+def test_other_grouped_products_go_to_pytorch():
+    a = torch.randn(sum(GROUPS), 64).to(torch.float8_e4m3fn)
+    b = torch.randn(3, 32, 64).to(torch.float8_e4m3fn).transpose(1, 2)
+    scales = [torch.ones(1, dtype=torch.float8_e8m0fnu)] * 2
+    with pytest.raises(NotImplementedError, match="_scaled_grouped_mm_v2"):
+        grouped(a, b, scales, None, bias=torch.ones(3, 32))

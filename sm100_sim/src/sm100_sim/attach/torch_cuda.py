@@ -23,7 +23,7 @@ from sm100_sim.host.capsule import CudaCapsule
 
 from .graphs import Capture, Graph, is_capturing
 from .patch import ABSENT, Patch
-from .scaled_mm import scaled_mm
+from .scaled_mm import scaled_grouped_mm, scaled_mm
 
 #: Bytes; the smallest block of PyTorch's caching CUDA allocator, whose blocks start at multiples.
 ALLOCATION_ALIGNMENT = 512
@@ -261,6 +261,8 @@ def patches() -> Iterator[Patch]:
             ):
                 yield Patch(module, name, _factory(function))
     yield Patch(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
+    grouped = torch._scaled_grouped_mm_v2
+    yield Patch(torch, "_scaled_grouped_mm_v2", scaled_grouped_mm(grouped))
     yield Patch(torch, "set_default_device", _set_default_device(torch.set_default_device))
     tensor = torch.Tensor
     for name in (
