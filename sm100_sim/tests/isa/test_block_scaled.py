@@ -16,11 +16,15 @@ from sm100_sim.isa.tensor import tensor_core
 from sm100_sim.isa.tensor.descriptors import (
     DescriptorError,
     MatrixDescriptor,
+    check_operand,
     decode_instruction,
+    decode_matrix,
+    encode_instruction,
     encode_matrix,
 )
 from sm100_sim.isa.tensor.tcgen05_copy import SHAPES, source_chunks
 from sm100_sim.isa.tensor.tensor_core import Mma
+from sm100_sim.sanitizer.memory.footprints import mma_operands
 from sm100_sim.state.tmem import Tmem
 
 #: Exponent bits, mantissa bits, bias (OCP formats).
@@ -229,12 +233,18 @@ def test_scale_factors_must_agree_between_sub_partitions():
         (4 << 24 | 2 << 17 | 1 << 23, "mxf8f6f4", 32, "M 64"),
         (8 << 24 | 2 << 17 | 1 << 23 | 1 << 29 | 1 << 7 | 1 << 10, "mxf4", 32, "scale factor ids"),
         (8 << 24 | 2 << 17 | 1 << 31, "mxf8f6f4", 32, "K 96"),
+        (0x88940480 | 1 << 29, "mxf4nvf4", 16, "scale factor ids"),
         (8 << 24 | 2 << 17 | 1 << 23 | 1 << 15 | 1 << 7 | 1 << 10, "mxf4", 32, "MN-major"),
     ],
 )
 def test_refused_descriptors(raw, kind, block, message):
     with pytest.raises(DescriptorError, match=message):
         decode_instruction(raw, kind, 1, False, block)
+
+
+def test_k_96_of_64_rows_in_a_cta_is_refused():
+    with pytest.raises(DescriptorError, match="K 96 with M 128 of a pair"):
+        decode_instruction(0x88940480, "mxf4nvf4", 2, False, 16)
 
 
 @pytest.mark.parametrize(("m", "n"), [(32, 64), (64, 128), (128, 64)])
@@ -248,6 +258,107 @@ def test_weight_stationary(m, n):
     assert np.array_equal(result(ctas, m, n), values_of(a, "e4m3") @ values_of(b, "e5m2").T)
     with pytest.raises(DescriptorError, match="weight-stationary shape"):
         decode_instruction(plain_descriptor(m, 96), "f8f6f4", 1, True)
+
+
+# ---------------------------------------------------------------- K 96 of sm_103a
+
+
+#: Bytes of K of one instruction; instructions, two of which go past the end of a row.
+LONG_BYTES, LONG_STEPS = 48, 6
+
+
+def pack_rows(smem, codes, start) -> list[int]:
+    """Rows of 128 bytes of K one buffer behind the other, in the 128 B swizzle; a descriptor per 48
+    bytes of K, whose second address is the buffer after its first."""
+    rows = np.stack([bytes_of_row(row, "e2m1", True) for row in codes])
+    count, size = rows.shape
+    for r in range(count):
+        for byte in range(0, size, 16):
+            at = start + byte // 128 * count * 128 + r * 128 + byte % 128
+            at ^= (r % 8) << 4
+            smem[at : at + 16] = rows[r, byte : byte + 16]
+    raws = []
+    for first in range(0, size, LONG_BYTES):
+        buffer = start + first // 128 * count * 128
+        raws.append(encode_matrix(MatrixDescriptor(
+            buffer + first % 128, 0, 1024, 128, second=buffer + count * 128)))  # fmt: skip
+    return raws
+
+
+def put_factors(cta, column: int, codes: np.ndarray) -> int:
+    """All factors of rows, four to a cell, the cells of a row 4 columns apart for every 128 rows.
+
+    Return that distance.
+    """
+    rows, count = codes.shape
+    step = 4 if rows <= 128 else 8
+    for first in range(0, count, 4):
+        put_scales(cta, column + first // 4 * step, codes[:, first : first + 4], 0)
+    return step
+
+
+@pytest.mark.parametrize(("group", "m", "n"), [(1, 128, 72), (1, 128, 256), (2, 256, 64)])
+@pytest.mark.parametrize(("scale_type", "block"), [("ue8m0", 32), ("ue8m0", 16), ("ue4m3", 16)])
+def test_k_96(scale_type, block, group, m, n):
+    ctas, k, count = make_ctas(group), 96 * LONG_STEPS, 96 // block
+    a, b = random_codes((m, k), "e2m1"), random_codes((n, k), "e2m1")
+    scales = [scale_codes((size, k // block), scale_type) for size in (m, n)]
+    rows, cols = m // group, n // group
+    for p, cta in enumerate(ctas):
+        mine = slice(p * rows, (p + 1) * rows)
+        a_raw = pack_rows(cta.smem, a[mine], A_AT)
+        b_raw = pack_rows(cta.smem, b[p * cols : (p + 1) * cols], 115712)
+        steps = put_factors(cta, 256, scales[0][mine]), put_factors(cta, 320, scales[1])
+    raw = (1 << 7 | 1 << 10 | n >> 3 << 17 | m >> 4 << 24 | (scale_type == "ue8m0") << 23
+           | 1 << 31)  # fmt: skip
+    mmas = []
+    for i in range(LONG_STEPS):
+        cell, byte = divmod(i * count, 4)
+        ids = raw | byte << 29 | byte << 4
+        descriptor = decode_instruction(ids, "mxf4nvf4", group, False, block)
+        assert encode_instruction(descriptor) == ids
+        columns = 256 + cell * steps[0], 320 + cell * steps[1]
+        named = byte << 30
+        mmas.append(Mma(ctas, descriptor, 0, a_raw[i], b_raw[i], False, i > 0,
+                        scale_a=columns[0] | named, scale_b=columns[1] | named))  # fmt: skip
+        check_footprint(mmas[-1], columns, steps, byte + count)
+    tensor_core.execute(mmas)
+    scaled = [
+        values_of(codes, "e2m1") * np.repeat(scale_values(factors, scale_type), block, axis=1)
+        for codes, factors in zip((a, b), scales, strict=True)
+    ]
+    assert np.array_equal(result(ctas, m, n), scaled[0] @ scaled[1].T)
+
+
+def check_footprint(mma, columns, steps, end: int) -> None:
+    """The sanitizer's record of what an MMA reads: three chunks of each row, and the cells of its
+    factors up to byte `end`."""
+    read = list(mma_operands([mma]))
+    ctas, n = mma.ctas, mma.descriptor.n
+    chunks = [np.r_[region].size for _, space, region in read if space == "smem"]
+    assert chunks == [3 * n // len(ctas), 3 * 128] * len(ctas)
+    cells = [
+        (r[0].start, r[0].stop) for cta, space, r in read if space == "tmem" and cta is ctas[0]
+    ]
+    want = []
+    for column, step, rows in zip(columns, steps, (128, n), strict=True):
+        starts = range(column, column + -(-end // 4) * step, step)
+        want += [(start, start + -(-rows // 32)) for start in starts]
+    assert cells == want
+
+
+def test_refused_operands_of_k_96():
+    crossing = MatrixDescriptor(96, 0, 1024, 128)
+    with pytest.raises(DescriptorError, match="from byte 96 of a row of 128 bytes"):
+        check_operand(crossing, LONG_BYTES)
+    check_operand(MatrixDescriptor(80, 0, 1024, 128), LONG_BYTES)
+    absolute = MatrixDescriptor(96, 0, 1024, 128, second=4096)
+    check_operand(absolute, LONG_BYTES)
+    assert decode_matrix(encode_matrix(absolute)) == absolute
+    with pytest.raises(DescriptorError, match="accepted for tcgen05.mma with K 96"):
+        check_operand(absolute, 32)
+    with pytest.raises(DescriptorError, match="accepted for tcgen05.mma with K 96"):
+        source_chunks(encode_matrix(absolute), SHAPES["32x128b", "warpx4"])
 
 
 # ---------------------------------------------------------------- tcgen05.cp

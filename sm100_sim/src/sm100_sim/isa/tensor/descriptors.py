@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,8 +23,11 @@ from sm100_sim.native.operand_layout import LAYOUT, chunk_table
 
 #: Swizzle span and atom in bytes by the value of bits 61-63 of the matrix descriptor.
 _SWIZZLE_MODES = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
-#: Bytes of K that one tcgen05.mma instruction covers, for every dense kind.
-K_BYTES = 32
+#: Bytes of K that one tcgen05.mma instruction covers, for every dense kind, and of the longer form
+#: of the 4-bit kinds: K 96.
+K_BYTES, LONG_K_BYTES = 32, 48
+#: Bytes of K in a row of the 128 B swizzle, which chunks of one descriptor do not leave.
+_ROW_BYTES = 128
 
 
 class DescriptorError(SimulationError):
@@ -41,6 +44,7 @@ class MatrixDescriptor:
     """SMEM matrix descriptor: `start`, `leading` (LBO) and `stride` (SBO) in bytes.
 
     `swizzle` is the span in bytes: 0, 32, 64 or 128; `atom` is what stays together, 16 or 32 bytes.
+    `second`: in absolute mode, where the K behind the end of a row of 128 bytes goes on.
     """
 
     start: int
@@ -48,6 +52,7 @@ class MatrixDescriptor:
     stride: int
     swizzle: int
     atom: int = 16
+    second: int | None = None
 
 
 @lru_cache(maxsize=65536)
@@ -55,8 +60,9 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
     """Decode a 64-bit SMEM matrix descriptor.
 
     Raises DescriptorError naming the field: a version other than 0b001 in bits 46-48, bits 53-60
-    other than 0, an LBO in absolute mode (bit 52), a non-zero base offset (bits 49-51: a swizzle
-    pattern that does not start on its own size) or a swizzle mode without an XOR pattern here.
+    other than 0, absolute mode (bit 52) without the 128 B swizzle of 16-byte atoms, a non-zero base
+    offset (bits 49-51: a swizzle pattern that does not start on its own size) or a swizzle mode
+    without an XOR pattern here.
     """
     what = f"SMEM matrix descriptor {raw:#018x}: "
     _check(raw >> 46 & 7 == 1, what + f"bits 46-48 are {raw >> 46 & 7:#05b}, accepted 0b001")
@@ -66,16 +72,21 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
         "pattern on a multiple of its size",
     )
     _check(not raw >> 53 & 255, what + f"bits 53-60 are {raw >> 53 & 255:#010b}, accepted 0")
-    _check(not raw >> 52 & 1, what + "absolute leading-dimension mode (bit 52) is not modelled")
-    mode = raw >> 61
+    mode, absolute = raw >> 61, raw >> 52 & 1
     _check(mode in _SWIZZLE_MODES, what + f"swizzle mode {mode}, accepted 0, 1, 2, 4, 6")
+    _check(
+        not absolute or mode == 2,
+        what + f"swizzle mode {mode} in absolute leading-dimension mode (bit 52), accepted 2",
+    )
     span, atom = _SWIZZLE_MODES[mode]
+    leading = (raw >> 16 & 0x3FFF) << 4
     return MatrixDescriptor(
         start=(raw & 0x3FFF) << 4,
-        leading=(raw >> 16 & 0x3FFF) << 4,
+        leading=0 if absolute else leading,
         stride=(raw >> 32 & 0x3FFF) << 4,
         swizzle=span,
         atom=atom,
+        second=leading if absolute else None,
     )
 
 
@@ -109,29 +120,57 @@ def encode_matrix(descriptor: MatrixDescriptor) -> int:
     """The 64-bit value of a descriptor; the inverse of `decode_matrix`."""
     modes = {layout: number for number, layout in _SWIZZLE_MODES.items()}
     mode = modes[descriptor.swizzle, descriptor.atom]
-    for name in ("start", "leading", "stride"):
-        value = getattr(descriptor, name)
+    absolute = descriptor.second is not None
+    leading = descriptor.leading if descriptor.second is None else descriptor.second
+    values = {"start": descriptor.start, "leading": leading, "stride": descriptor.stride}
+    for name, value in values.items():
         _check(
             value % 16 == 0 and 0 <= value < 1 << 18,
             f"{name} of {value} bytes, accepted multiples of 16 below 2^18",
         )
     return (
         descriptor.start >> 4
-        | descriptor.leading >> 4 << 16
+        | leading >> 4 << 16
         | descriptor.stride >> 4 << 32
         | 1 << 46
+        | absolute << 52
         | mode << 61
     )
 
 
+def check_operand(descriptor: MatrixDescriptor, k_bytes: int) -> None:
+    """Raise DescriptorError if a K-major operand with so many bytes of K cannot lie as described.
+
+    PTX ISA, tcgen05 "Leading Dimension Stride": absolute mode is that of K 96, whose 48 bytes may
+    go past the end of a row of 128 bytes.
+    """
+    _check(
+        descriptor.second is None or k_bytes == LONG_K_BYTES,
+        "absolute leading-dimension mode (bit 52 of the SMEM matrix descriptor), accepted for "
+        "tcgen05.mma with K 96",
+    )
+    if k_bytes == LONG_K_BYTES and descriptor.swizzle and descriptor.second is None:
+        first = descriptor.start % descriptor.swizzle
+        _check(
+            first + k_bytes <= descriptor.swizzle,
+            f"48 bytes of K from byte {first} of a row of {descriptor.swizzle} bytes; what goes "
+            "past its end needs absolute leading-dimension mode (bit 52)",
+        )
+
+
 def chunk_addresses(
-    descriptor: MatrixDescriptor, mn_major: bool, extent: int, element_bytes: int
+    descriptor: MatrixDescriptor,
+    mn_major: bool,
+    extent: int,
+    element_bytes: int,
+    k_bytes: int = K_BYTES,
 ) -> np.ndarray:
     """SMEM byte address of every 16-byte chunk of one instruction's operand.
 
-    `extent`: rows of M or N in this CTA. K-major: shape (extent, 2), chunk c holds
+    `extent`: rows of M or N in this CTA. K-major: shape (extent, k_bytes / 16), chunk c holds
     k = T*c .. T*c+T-1. MN-major: shape (K, extent / T), chunk j holds rows T*j .. T*j+T-1.
     """
+    check_operand(descriptor, k_bytes)
     if (descriptor.atom == 32) != (mn_major and element_bytes == 4):
         raise DescriptorError(
             "the 128 B swizzle with atoms of 32 B belongs to MN-major operands of 4 bytes, and "
@@ -139,13 +178,26 @@ def chunk_addresses(
             f"element, atoms of {descriptor.atom} B"
         )
     if not mn_major:
-        return chunks_of(descriptor, False, extent, K_BYTES // 16)
+        return _k_major_chunks(descriptor, extent, k_bytes // 16)
     per_chunk = 16 // element_bytes
     _check(
         extent % per_chunk == 0,
         f"an MN-major operand of {extent} rows is not a multiple of {per_chunk} elements",
     )
     return chunks_of(descriptor, True, K_BYTES // element_bytes, extent // per_chunk)
+
+
+def _k_major_chunks(descriptor: MatrixDescriptor, extent: int, chunks: int) -> np.ndarray:
+    """Addresses of chunks (extent, chunks); in absolute mode those behind a row's end go on at
+    the second address."""
+    if descriptor.second is None:
+        return chunks_of(descriptor, False, extent, chunks)
+    before = min(chunks, (_ROW_BYTES - descriptor.start % _ROW_BYTES) // 16)
+    parts = [chunks_of(descriptor, False, extent, before)]
+    if before < chunks:
+        second = replace(descriptor, start=descriptor.second)
+        parts.append(chunks_of(second, False, extent, chunks - before))
+    return np.concatenate(parts, axis=1)
 
 
 def chunks_of(d: MatrixDescriptor, mn_major: bool, lines: int, chunks: int) -> np.ndarray:
@@ -178,10 +230,11 @@ def gather_plan(
     extent: int,
     element_bytes: int,
     decode: Callable[[int], MatrixDescriptor] = decode_matrix,
+    k_bytes: int = K_BYTES,
 ) -> GatherPlan:
     """Plan for the operands of consecutive instructions whose descriptors are `raws`; decode: what
     reads them."""
-    parts = [chunk_addresses(decode(raw), mn_major, extent, element_bytes) for raw in raws]
+    parts = [chunk_addresses(decode(raw), mn_major, extent, element_bytes, k_bytes) for raw in raws]
     addresses = np.concatenate(parts, axis=0 if mn_major else 1)
     index = np.ascontiguousarray(addresses >> 4).astype(np.intp)
     index.setflags(write=False)
@@ -252,8 +305,15 @@ class InstructionDescriptor:
     block: int = 0
     #: tcgen05.mma.ws: weight-stationary.
     ws: bool = False
+    #: Bytes of K in a row of an operand.
+    k_bytes: int = K_BYTES
     #: Decoded word, of the kinds without block scaling.
     raw: int = field(default=0, compare=False)
+
+    @property
+    def k(self) -> int:
+        """K of the instruction, in elements."""
+        return self.k_bytes // self.kind.element_bytes << self.kind.packed
 
 
 def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
@@ -339,11 +399,13 @@ def decode_instruction(
 
 def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> InstructionDescriptor:
     """The form of mxf8f6f4, mxf4 and mxf4nvf4: bits 4-5 scale id of B, 23 scale type (0 ue4m3,
-    1 ue8m0), 29-30 scale id of A, 31 K; the rest as in the other kinds."""
+    1 ue8m0), 29-30 scale id of A, 31 K 96 of the 4-bit kinds (sm_103a); the rest as in the other
+    kinds."""
     what = f"instruction descriptor {raw:#010x} of kind::{kind.name}: "
     _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
     _check_reserved(raw, _RESERVED_BLOCK_SCALED, what)
-    _check(not raw >> 31, what + "K 96 (bit 31), of sm_103a alone, is not modelled")
+    long = bool(raw >> 31)
+    _check(not long or kind.packed, what + "K 96 (bit 31), accepted for kinds of 4-bit elements")
     types = []
     for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):
         _check(
@@ -356,23 +418,29 @@ def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> Ins
     majors = bool(raw >> 15 & 1), bool(raw >> 16 & 1)
     _check_majors(types, majors, what)
     scale = "ue8m0" if raw >> 23 & 1 else "ue4m3"
-    count = kind.k // block
     _check(
-        scale == "ue8m0" or count == 4,
+        scale == "ue8m0" or block == 16,
         what + "scale type ue4m3 (bit 23), accepted ue8m0; "
         "ue4m3 belongs to scale_vec::4X of kind::mxf4nvf4",
     )
     ids = raw >> 29 & 3, raw >> 4 & 3
-    _check(
-        all(first % count == 0 for first in ids),
-        what + f"scale factor ids {ids} of A and B, "
-        f"accepted multiples of {count}: a row has {count} adjacent bytes",
-    )
+    _check_scale_ids(ids, kind.k // block, long, what)
+    # The ISA's figures and CuTe's layouts leave open where the second word of 64 rows lies.
+    _check(not long or m == 128 * group, what + f"K 96 with M {m} of a pair, accepted 256")
     a_type, b_type = types
     return InstructionDescriptor(
         kind, m, n, a_type, b_type, "f32", bool(raw >> 13 & 1), bool(raw >> 14 & 1), *majors, False,
-        scale, *ids, block,
+        scale, *ids, block, k_bytes=LONG_K_BYTES if long else K_BYTES,
     )  # fmt: skip
+
+
+def _check_scale_ids(ids: tuple[int, int], count: int, long: bool, what: str) -> None:
+    """Check the bytes of a cell that hold the first factors of a row, `count` of them with K 64."""
+    step = count // 2 if long else count
+    _check(
+        all(first % step == 0 for first in ids),
+        what + f"scale factor ids {ids} of A and B, accepted multiples of {step}",
+    )
 
 
 def encode_instruction(descriptor: InstructionDescriptor) -> int:
@@ -383,6 +451,7 @@ def encode_instruction(descriptor: InstructionDescriptor) -> int:
     low = d.saturate << 3 | accumulators[d.d_type] << 4
     if d.kind.block_scaled:
         low = d.scale_b_id << 4 | (d.scale_type == "ue8m0") << 23 | d.scale_a_id << 29
+        low |= (d.k_bytes == LONG_K_BYTES) << 31
     return (
         low
         | operands[d.a_type] << 7

@@ -31,7 +31,14 @@ from ..columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from ..shared import shared_address, submit
 from ..table import effect_of, machine_op, unknown
 from . import tensor_core
-from .descriptors import KINDS, InstructionDescriptor, decode_instruction, decode_matrix
+from .descriptors import (
+    KINDS,
+    LONG_K_BYTES,
+    InstructionDescriptor,
+    check_operand,
+    decode_instruction,
+    decode_matrix,
+)
 from .tensor_core import Mma
 
 _GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
@@ -317,6 +324,8 @@ class _Form:
     kind: str
     block: int = 0
     ws: bool = False
+    #: The scale vector size is named by its block, .block16 or .block32.
+    by_block: bool = False
 
 
 #: Scale factors for each row and instruction, by modifier; block sizes follow from K.
@@ -346,7 +355,7 @@ def _mma_form(instruction) -> _Form:
         raise unknown(instruction, f"modelled kinds are {', '.join('kind::' + k for k in KINDS)}")
     if ws and (group == 2 or KINDS[kind].block_scaled):
         raise unknown(instruction, "tcgen05.mma.ws exists for cta_group::1 without .block_scale")
-    rest, block = rest[2:], 0
+    rest, block, by_block = rest[2:], 0, False
     if KINDS[kind].block_scaled:
         if rest[:1] != ["block_scale"]:
             raise unknown(instruction, f"kind::{kind} needs .block_scale")
@@ -354,11 +363,11 @@ def _mma_form(instruction) -> _Form:
         vector = rest.pop(1) if rest[1:] and rest[1] in counts else ""
         if vector not in counts:
             raise unknown(instruction, f"scale vector size; accepted: {', '.join(counts)}")
-        block = KINDS[kind].k // counts[vector]
+        block, by_block = KINDS[kind].k // counts[vector], vector.startswith("block")
         rest.pop(0)
     if not set(rest) <= _HINTS:
         raise unknown(instruction, "modifier of tcgen05.mma")
-    return _Form(group, kind, block, ws)
+    return _Form(group, kind, block, ws, by_block)
 
 
 def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | None, int]:
@@ -404,9 +413,9 @@ def bind_mma(instruction, kernel):
         single_thread(instruction, lanes)
         descriptor = _checked_descriptor(idesc(warp, lanes), form, a_in_tmem)
         a_value, b_value = a(warp, lanes), b(warp, lanes)
-        decode_matrix(b_value)
+        check_operand(decode_matrix(b_value), descriptor.k_bytes)
         if not a_in_tmem:
-            decode_matrix(a_value)
+            check_operand(decode_matrix(a_value), descriptor.k_bytes)
         disabled, bits = None, 0
         if masks:
             disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
@@ -435,6 +444,11 @@ def bind_mma(instruction, kernel):
 def _checked_descriptor(raw: int, form: _Form, a_in_tmem: bool) -> InstructionDescriptor:
     """The decoded instruction descriptor; refuses what can be refused at issue."""
     descriptor = decode_instruction(raw, form.kind, form.group, form.ws, form.block)
+    if descriptor.k_bytes == LONG_K_BYTES and (a_in_tmem or not form.by_block):
+        raise UnknownInstruction(
+            f"tcgen05.mma.kind::{form.kind} with K 96; modelled are .block16 and .block32, with A "
+            "in shared memory"
+        )
     if a_in_tmem and descriptor.a_mn_major:
         raise TmemError("tcgen05.mma with A in TMEM and transpose-A set: A from TMEM is K-major")
     if a_in_tmem and form.group == 2 and descriptor.n % 32:

@@ -19,7 +19,7 @@ from sm100_sim.state.warp import uniform
 from ..columns import Effect, Event, Recorded, Rule, Ties
 from ..shared import submit
 from ..table import effect_of, machine_op, unknown
-from .descriptors import chunks_of, decode_matrix
+from .descriptors import check_operand, chunks_of, decode_matrix
 from .tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
 
 
@@ -54,7 +54,9 @@ SHAPES = {
 def source_chunks(raw: int, shape: CopyShape) -> np.ndarray:
     """16-byte chunk of shared memory for each written lane and chunk, intp (lanes, chunks)."""
     rows = [row for row in shape.rows if row >= 0]
-    table = chunks_of(decode_matrix(raw), False, max(rows) + 1, shape.chunks)
+    descriptor = decode_matrix(raw)
+    check_operand(descriptor, 16 * shape.chunks)
+    table = chunks_of(descriptor, False, max(rows) + 1, shape.chunks)
     return (table[rows] >> 4).astype(np.intp)
 
 

@@ -151,12 +151,13 @@ def _smem_operand(ctas, raws, mn_major, extent, mma: Mma, which: str) -> np.ndar
     """float32 operand as (len(ctas) * extent, K): each CTA of `ctas` supplies `extent` rows."""
     descriptor = mma.descriptor
     name = descriptor.a_type if which == "A" else descriptor.b_type
-    k = descriptor.kind.k * len(raws)
+    k = descriptor.k * len(raws)
     rows = extent * len(ctas)
     values = _workspace("values" + which, (k, rows) if mn_major else (rows, k), "float32")
     for p, cta in enumerate(ctas):
         width = descriptor.kind.element_bytes
-        raw = gathered(cta, gather_plan(raws, mn_major, extent, width), width, which, "tcgen05.mma")
+        plan = gather_plan(raws, mn_major, extent, width, k_bytes=descriptor.k_bytes)
+        raw = gathered(cta, plan, width, which, "tcgen05.mma")
         raw = _codes(raw, name, descriptor)
         mine = slice(p * extent, (p + 1) * extent)
         _TO_FLOAT[name](raw, values[:, mine] if mn_major else values[mine])
@@ -178,20 +179,37 @@ def _codes(raw: np.ndarray, name: str, descriptor: InstructionDescriptor) -> np.
 SCALE_ADDRESS = 0x3FFFFFFF
 
 
-def factor_columns(head: Mma, which: str) -> tuple[int, int]:
-    """Return (columns, groups of lanes) that the scale factors of A or B of one instruction take in
-    a CTA.
+@dataclass(frozen=True)
+class FactorPlace:
+    """Place of the scale factors of A or B of one instruction in a CTA.
 
     NOTE [scale factor layout]: row r has its factors in the cell at lane r % 32 and column r / 32
     from the address, one byte for each block of K, from the byte that the instruction descriptor
     names; each sub-partition of 32 lanes holds a copy (PTX ISA, tcgen05 "Block Scaling"). With M =
-    128 over a pair, lanes 0-63 hold those of the first half of N and lanes 64-127 the second.
+    128 over a pair, lanes 0-63 hold those of the first half of N and lanes 64-127 the second. What
+    does not fit in that cell (K 96) goes on in the one 4 columns further for every 128 rows.
+
+    first, count: first byte of a row, and its bytes. groups: of lanes, with rows of their own.
+    columns: of one cell of each row. starts: the first column of each cell from the address.
     """
+
+    first: int
+    count: int
+    groups: int
+    columns: int
+    starts: tuple[int, ...]
+
+
+def factor_place(head: Mma, which: str) -> FactorPlace:
+    """Return where the scale factors of operand `which`, "A" or "B", lie."""
     descriptor = head.descriptor
-    if which == "A":
-        return -(-rows_per_cta(head) // 32), 1
-    groups = 2 if rows_per_cta(head) < LANES else 1
-    return -(-descriptor.n // groups // 32), groups
+    first = descriptor.scale_a_id if which == "A" else descriptor.scale_b_id
+    count = descriptor.k // descriptor.block
+    groups = 2 if which == "B" and rows_per_cta(head) < LANES else 1
+    rows = (rows_per_cta(head) if which == "A" else descriptor.n) // groups
+    cells, step = -(-(first + count) // 4), -(-rows // LANES) * 4
+    starts = tuple(range(0, cells * step, step))
+    return FactorPlace(first, count, groups, -(-rows // 32), starts)
 
 
 def _factors(cta: Any, address: int, head: Mma, which: str) -> np.ndarray:
@@ -200,21 +218,22 @@ def _factors(cta: Any, address: int, head: Mma, which: str) -> np.ndarray:
     lane, column = split_address(address & SCALE_ADDRESS)
     if lane:
         raise TmemError(f"tcgen05.mma takes scale factors from lane {lane}; they start at lane 0")
-    columns, groups = factor_columns(head, which)
-    cta.tmem.check(column, columns, f"tcgen05.mma (scale factors of {which})")
-    first = descriptor.scale_a_id if which == "A" else descriptor.scale_b_id
-    count = descriptor.kind.k // descriptor.block
-    words = cta.tmem.cells[column : column + columns] >> np.uint32(8 * first)
-    words = words.reshape(columns, groups, -1, 32) & np.uint32((1 << 8 * count) - 1)
-    if (words != words[:, :, :1]).any():
+    place, cells = factor_place(head, which), []
+    for start in place.starts:
+        at = column + start
+        cta.tmem.check(at, place.columns, f"tcgen05.mma (scale factors of {which})")
+        raw = cta.tmem.cells[at : at + place.columns].view(np.uint8)
+        cells.append(raw.reshape(place.columns, place.groups, -1, 32, 4))
+    codes = np.concatenate(cells, axis=-1)[..., place.first : place.first + place.count]
+    if (codes != codes[:, :, :1]).any():
         raise TmemError(
             f"tcgen05.mma: the scale factors of {which} at column {column} differ between the "
             "sub-partitions of 32 lanes, which must hold copies; copy them with .warpx4"
         )
     rows = rows_per_cta(head) if which == "A" else descriptor.n
-    words = words[:, :, 0].transpose(1, 0, 2).reshape(groups, -1)[:, : rows // groups]
-    codes = words.reshape(-1)[:, None] >> np.uint32(8) * np.arange(count, dtype=np.uint32)
-    return minifloat.VALUES[descriptor.scale_type][codes & 0xFF]
+    codes = codes[:, :, 0].transpose(1, 0, 2, 3).reshape(place.groups, -1, place.count)
+    codes = codes[:, : rows // place.groups].reshape(-1, place.count)
+    return minifloat.VALUES[descriptor.scale_type][codes]
 
 
 def _scaled(cta: Any, values: np.ndarray, run: Sequence[Mma], which: str) -> np.ndarray:

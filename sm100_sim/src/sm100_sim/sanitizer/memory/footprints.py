@@ -20,10 +20,11 @@ LANES_OF_A_GRANULE = 16
 
 @lru_cache(maxsize=4096)
 def operand_chunks(
-    raws: tuple[int, ...], mn_major: bool, extent: int, width: int
+    raws: tuple[int, ...], mn_major: bool, extent: int, width: int, k_bytes: int
 ) -> slice | np.ndarray:
     """16-byte chunks of shared memory that hold an operand, as a slice where they are adjacent."""
-    return _adjacent(np.unique(gather_plan(raws, mn_major, extent, width).index))
+    plan = gather_plan(raws, mn_major, extent, width, k_bytes=k_bytes)
+    return _adjacent(np.unique(plan.index))
 
 
 def _adjacent(index: np.ndarray) -> slice | np.ndarray:
@@ -45,21 +46,22 @@ def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
     with their scale factors."""
     head = run[0]
     descriptor, ctas = head.descriptor, head.ctas
-    width = descriptor.kind.element_bytes
+    size = descriptor.kind.element_bytes, descriptor.k_bytes
     b = operand_chunks(
-        tuple(mma.b for mma in run), descriptor.b_mn_major, descriptor.n // len(ctas), width
+        tuple(mma.b for mma in run), descriptor.b_mn_major, descriptor.n // len(ctas), *size
     )
     rows = tensor_core.rows_per_cta(head)
     for cta in ctas:
         yield cta, "smem", b
         if descriptor.block:
             for which, scales in (("A", {m.scale_a for m in run}), ("B", {m.scale_b for m in run})):
-                count, _ = tensor_core.factor_columns(head, which)
+                place = tensor_core.factor_place(head, which)
                 cells = {address & tensor_core.SCALE_ADDRESS for address in scales}
-                for column in sorted(split_address(cell)[1] for cell in cells):
-                    yield cta, "tmem", (slice(column, column + count), slice(0, 8))
+                first = {split_address(cell)[1] + s for cell in cells for s in place.starts}
+                for column in sorted(first):
+                    yield cta, "tmem", (slice(column, column + place.columns), slice(0, 8))
         if not head.a_in_tmem:
-            a = operand_chunks(tuple(mma.a for mma in run), descriptor.a_mn_major, rows, width)
+            a = operand_chunks(tuple(mma.a for mma in run), descriptor.a_mn_major, rows, *size)
             yield cta, "smem", a
             continue
         columns = sorted(split_address(mma.a)[1] for mma in run)
