@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,8 @@ from fa4_hd256 import (
     plans,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run import launch
+from fa4_hd256.run import execute, launch
+from fa4_hd256.run.compile import InProcess
 
 __all__ = ["CASES", "HostCase", "Times", "inputs_of", "microseconds", "our_call", "stand_in"]
 
@@ -219,13 +221,18 @@ def _keep_on(cores: Collection[int]) -> None:
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
     """Make calls of CPU tensors launch nothing: an empty C function takes the place of a kernel's
-    host code and of the driver, and nothing that of the simulator. For the parts of a call that
-    need no GPU."""
+    host code and of the driver, and nothing that of the simulator and of the compiler. For the
+    parts of a call that need no GPU."""
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
         ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
     )
-    before = launch.host_function, plans.repeats, kv_cache._are_read_as_given
+    # Its arguments pass as checked.
+    uncompiled: Any = SimpleNamespace(in_process=InProcess(is_checked=True))
+    before = (
+        launch.host_function, execute.compile_kernel, plans.repeats, kv_cache._are_read_as_given
+    )  # fmt: skip
     launch.host_function = lambda compiled, device: function
+    execute.compile_kernel = lambda spec: uncompiled
     plans.repeats = lambda tensors: True
     # Lengths on a GPU are not looked at.
     kv_cache._are_read_as_given = lambda cache_seqlens: isinstance(cache_seqlens, torch.Tensor)
@@ -233,5 +240,6 @@ def stand_in() -> Iterator[None]:
     try:
         yield
     finally:
-        launch.host_function, plans.repeats, kv_cache._are_read_as_given = before
+        (launch.host_function, execute.compile_kernel, plans.repeats,
+         kv_cache._are_read_as_given) = before  # fmt: skip
         plans.forget_plans()

@@ -29,12 +29,12 @@ def test_rows(name, quick):
 
 def test_the_stand_in_is_taken_away_again(quick):
     from fa4_hd256 import plans
-    from fa4_hd256.run import launch
+    from fa4_hd256.run import execute, launch
 
-    before = launch.host_function, plans.repeats
+    before = launch.host_function, execute.compile_kernel, plans.repeats
     with host.stand_in():
-        assert launch.host_function is not before[0]
-    assert (launch.host_function, plans.repeats) == before
+        assert launch.host_function is not before[0] and execute.compile_kernel is not before[1]
+    assert (launch.host_function, execute.compile_kernel, plans.repeats) == before
 
 
 def test_a_call_that_there_is_not_is_refused():
