@@ -74,6 +74,7 @@ def test_bit_for_bit(cases):
 
 
 @pytest.mark.parametrize("group", ["tma", "cluster", "async"])
+@pytest.mark.sampled("cluster", "async")
 def test_bit_for_bit_when_asynchronous_work_is_late(group):
     check([case for case in EXACT if case.group == group], schedule="lazy")
 

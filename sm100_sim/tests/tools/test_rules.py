@@ -48,7 +48,7 @@ def test_each_rule_holds_or_fails_as_on_hardware(cases):
 
 
 @pytest.mark.parametrize("cases", kinds())
-@pytest.mark.sampled("barrier", "cluster")
+@pytest.mark.sampled("barrier")
 def test_the_same_with_a_random_order(cases):
     """Other orders of warps and of asynchronous work end in the same way, where no warp sleeps so
     that another comes first."""

@@ -38,6 +38,10 @@ def _assembler():
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.sampled(
+    "exp2 latency", "shared load", "bar.sync a warp", "mbarrier arrive", "remote arrive",
+    "TMA load from L2", "TMEM load rate", "MMA switch",
+)  # fmt: skip
 def test_the_model_gives_its_own_constant_back(name):
     """The figure read from a GPU's clocks is the constant by which the model makes such clocks."""
     wanted = getattr(load(micro_replays.MACHINE).values(), TABLE[name].constant)

@@ -119,6 +119,7 @@ def test_rows(function, direction, monkeypatch):
         assert row["sdpa_ratio"] == pytest.approx(row["sdpa_ms"] / row["ours_ms"])
 
 
+@pytest.mark.sampled
 def test_flex_attention_has_the_function(monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 

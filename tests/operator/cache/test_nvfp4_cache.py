@@ -34,7 +34,7 @@ MASKS = [{}, {"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-{'causal': True}")
+@pytest.mark.sampled
 def test_masks(mask, num_splits, device):
     q, cache = dense(3, 333, (8, 2), device=device)
     accurate(attend(q, cache, num_splits=num_splits, **mask), q, cache.values(), **mask)

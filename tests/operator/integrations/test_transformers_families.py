@@ -121,7 +121,7 @@ NOISY = ("Gemma 4, images", "pi0")
 
 
 @pytest.mark.parametrize("family_name", FAMILIES)
-@pytest.mark.sampled("Gemma 4")
+@pytest.mark.sampled
 def test_family(family_name, device):
     """Kernels in bfloat16 are not further from float32 than twice eager bfloat16, or SDPA's where
     that decides what is noise."""

@@ -102,7 +102,7 @@ def causal_eager(layer, hidden, upstream):
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "packed", "between"])
-@pytest.mark.sampled("left")
+@pytest.mark.sampled
 def test_rows_of_a_batch(device, gated, kind):
     """Padding and packed sequences: the gate of a row goes with the row."""
     torch.manual_seed(3)

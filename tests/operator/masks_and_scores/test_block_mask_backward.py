@@ -95,7 +95,7 @@ def test_chunks(device, backward_config):
 
 @pytest.mark.parametrize("fitting", [1, 2])
 @pytest.mark.parametrize("own_heads", [1, 6])
-@pytest.mark.sampled("6-2", "1-1")
+@pytest.mark.sampled("6-2")
 def test_chunks_of_a_group(fitting, own_heads, device, backward_config):
     """Chunks have one, or two and one, query heads where dS of a group of three does not fit."""
     tensors, options = inputs(300, 300, (6, 2), 2, device=device), {"use_clc": False}

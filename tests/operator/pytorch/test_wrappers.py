@@ -484,6 +484,7 @@ def run(count):
     of_each()
 
 
+@pytest.mark.sampled
 def test_wrappers():
     run(10)
 

@@ -594,6 +594,7 @@ def test_ranks_that_start_together_compile_once(ranks):
     assert sorted(results) == ["{'compiled': 1}", "{'disk': 1}", "{'disk': 1}"]
 
 
+@pytest.mark.sampled
 def test_a_rank_that_dies_while_it_compiles_blocks_nobody(ranks):
     first = ranks("dies")
     assert first.stdout.readline() == "compiling\n"

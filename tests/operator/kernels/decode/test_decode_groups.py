@@ -70,7 +70,7 @@ def test_rows_of_both_groups(queries, heads, num_splits):
 
 @pytest.mark.parametrize(("queries", "heads"), [(1, (40, 1)), (8, (8, 1)), (5, (12, 2))], ids=str)
 @pytest.mark.parametrize("option", ["window", "softcap", "tree", "alibi"])
-@pytest.mark.sampled("tree-8-(8, 1)")
+@pytest.mark.sampled
 def test_options(queries, heads, option):
     given = tensors(queries, 270, heads)
     mask, slopes = torch.rand(2, queries, queries) < 0.5, torch.linspace(0.01, 0.4, heads[0])

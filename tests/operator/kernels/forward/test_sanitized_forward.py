@@ -28,7 +28,7 @@ def test_no_findings(seqlen_q, seqlen_k, causal, seed, sanitize):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-@pytest.mark.sampled("static-None", "static-1")
+@pytest.mark.sampled
 def test_no_findings_with_split_keys(use_clc, seed, sanitize, architecture):
     """Two tiles of 32 queries with 8 heads, 3 KV tiles in 4 parts; each pair takes several."""
     sanitize(seed, clusters=2)

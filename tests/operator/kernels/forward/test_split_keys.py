@@ -67,6 +67,7 @@ def test_full(lengths, heads, batch, num_splits, use_clc, device):
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.parametrize("clusters", [1, 4])
+@pytest.mark.sampled
 def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
     """6 parts of tiles, on CTA pairs enough for all and on few, which take one after the other."""
     import sm100_sim
