@@ -54,13 +54,12 @@ class KeySoftmax:
         dtype: Any,
         rows: int,
         headroom: float = 0.0,
-        arithmetic: str = "packed",
+        packed: bool = True,
     ) -> KeySoftmax:
         """A softmax with empty state.  rows: an even number; headroom: p of a maximum that has just
         moved is 2^headroom, so that a P whose type has few exponents keeps small p, too; at most
-        rescale_threshold, which still bounds p; arithmetic: "packed" or "scalar"; the others as of
-        `OnlineSoftmax.create`."""
-        row = OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype, arithmetic)
+        rescale_threshold, which still bounds p; the others as of `OnlineSoftmax.create`."""
+        row = OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype, packed)
         softmax = cls(row, rows, headroom)
         softmax.reset()
         return softmax
@@ -78,7 +77,7 @@ class KeySoftmax:
         pairs = [self._exponents(scores, row) for row in range(0, self.rows, 2)]
         largest = pairs[0][0]
         for first, second in pairs:
-            if self._is_packed:
+            if self.row.is_packed:
                 largest = maximum3(largest, first, second)
             else:
                 largest = cute.arch.fmax(largest, cute.arch.fmax(first, second))
@@ -116,7 +115,7 @@ class KeySoftmax:
         weight: what p counts in the sums, of this key; None for 1.
         """
         pattern, fragments = self.row.pattern, -(-self.rows // FRAGMENT_COLUMNS)
-        polynomial = exp2_polynomial_pair if self._is_packed else exp2_polynomial_scalars
+        polynomial = exp2_polynomial_pair if self.row.is_packed else exp2_polynomial_scalars
         for row in range(0, self.rows, 2):
             x0, x1 = self._exponents(scores, row)
             fragment, column = divmod(row, FRAGMENT_COLUMNS)
@@ -125,7 +124,7 @@ class KeySoftmax:
             else:
                 p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
             sums = self.sums[row], self.sums[row + 1]
-            if not self._is_packed:
+            if not self.row.is_packed:
                 sums = tuple(
                     total + p if weight is None else cute.math.fma(p, weight, total)
                     for total, p in zip(sums, (p0, p1), strict=True)
@@ -157,18 +156,13 @@ class KeySoftmax:
     def _exponents(self, scores: cute.Tensor, row: int) -> tuple[Float32, Float32]:
         """c * s - c * m of two rows."""
         scale = self.row.scale_log2
-        if not self._is_packed:
+        if not self.row.is_packed:
             return tuple(cute.math.fma(scores[i], scale, self.offsets[i]) for i in (row, row + 1))
         return cute.arch.fma_packed_f32x2(
             (scores[row], scores[row + 1]),
             (scale, scale),
             (self.offsets[row], self.offsets[row + 1]),
         )
-
-    @property
-    def _is_packed(self) -> bool:
-        """Return True if pairs of rows share an instruction; sm_90 has no such instructions."""
-        return self.row.arithmetic == "packed"
 
     def __extract_mlir_values__(self) -> list:
         """Return no values: the state that lives across loops is memory, and stays where it is."""

@@ -38,12 +38,6 @@ from .exp2 import (
 )
 from .pattern import Ex2Pattern
 
-# Ways to compute c * s - c * m and the row sum; the first two are there to be compared with. plain:
-# (s - m) * c, two instructions per score. folded: one fma per score, with -c * m as addend. packed:
-# one fma, and one addition, for two scores (f32x2). scalar: as folded, by instructions that sm_90
-# has: no f32x2 and no maximum of three anywhere.
-ARITHMETICS = ("plain", "folded", "packed", "scalar")
-
 # The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
 SMALLEST_SCALE = 2.0**-126
@@ -84,7 +78,7 @@ class OnlineSoftmax:
     ) -> None:
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
-        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, *more = settings
+        self.pattern, self.rescale_threshold, self.dtype, self.is_packed, *more = settings
         self.lanes, self.p_log2 = more
         self.row_max, self.row_sum, self.offset, *largest = state
         # The true maximum of all scores so far, where it is tracked.
@@ -97,7 +91,7 @@ class OnlineSoftmax:
         pattern: Ex2Pattern,
         rescale_threshold: float,
         dtype: Any,
-        arithmetic: str = "packed",
+        packed: bool = True,
         lanes: int = 1,
         tracks_largest: bool = False,
         p_log2: float = 0.0,
@@ -107,17 +101,15 @@ class OnlineSoftmax:
         scale_log2: softmax_scale * log2(e), at least 0, Float32 (0 is served as 2^-126).
         rescale_threshold: in log2 units, static; 0 moves the maximum whenever it grows.
         dtype: of P, cutlass.BFloat16, cutlass.Float16 or cutlass.Float8E4M3FN.
-        arithmetic: one of `ARITHMETICS`, static.
+        packed: two scores an instruction (f32x2), and maxima of three, neither of which sm_90 has;
+            static.
         lanes: neighbouring lanes of a warp that share a row, static, a power of two.  They agree
             about the maximum; each sums its own columns, and `finish` adds the sums up.
         tracks_largest: keep the true maximum for `largest_logit`, static.
-        p_log2: P is 2^p_log2 times as large, static; not with plain arithmetic.
+        p_log2: P is 2^p_log2 times as large, static.
 
-        Raises ValueError for another dtype or arithmetic, or a threshold with which P could
-        overflow it.
+        Raises ValueError for another dtype, or a threshold with which P could overflow it.
         """
-        if arithmetic not in ARITHMETICS:
-            raise ValueError(f"arithmetic {arithmetic!r}; accepted are {', '.join(ARITHMETICS)}")
         if dtype not in _LARGEST_THRESHOLD:
             raise ValueError(f"P must be BFloat16, Float16 or Float8E4M3FN, got {dtype}")
         largest = _LARGEST_THRESHOLD[dtype] - p_log2
@@ -126,11 +118,9 @@ class OnlineSoftmax:
                 f"rescale_threshold is {rescale_threshold}; accepted for {dtype} are 0 to "
                 f"{largest} (P reaches 2^{'(threshold + p_log2)' if p_log2 else 'threshold'})"
             )
-        if p_log2 and arithmetic == "plain":
-            raise ValueError(f"p_log2 is {p_log2} with plain arithmetic; accepted: 0")
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
         lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
-        settings = (pattern, float(rescale_threshold), dtype, arithmetic, lanes, float(p_log2))
+        settings = (pattern, float(rescale_threshold), dtype, packed, lanes, float(p_log2))
         softmax = cls((scale, lowest), settings, (lowest,) * (4 if tracks_largest else 3))
         softmax.reset()
         return softmax
@@ -186,9 +176,7 @@ class OnlineSoftmax:
         in the lower bits); None where the caller rounds.  fragment_index,
         num_fragments: static; they select the pattern's columns.
         """
-        polynomial = exp2_polynomial_pair
-        if self.arithmetic == "scalar":
-            polynomial = exp2_polynomial_scalars
+        polynomial = exp2_polynomial_pair if self.is_packed else exp2_polynomial_scalars
         for column in range(0, cute.size(scores), 2):
             x0, x1 = self._exponents(scores[column], scores[column + 1])
             if self.pattern.is_emulated(fragment_index, column, num_fragments):
@@ -260,26 +248,19 @@ class OnlineSoftmax:
 
     def _exponents(self, s0: Float32, s1: Float32) -> tuple[Float32, Float32]:
         """c * s - c * m of two scores."""
-        if self.arithmetic == "plain":
-            # The subtraction comes first, so that no compiler may make an fma of the two.
-            return (s0 - self.row_max) * self.scale_log2, (s1 - self.row_max) * self.scale_log2
-        scale, offset = self.scale_log2, self.offset
-        if self.arithmetic in ("folded", "scalar"):
-            return cute.math.fma(s0, scale, offset), cute.math.fma(s1, scale, offset)
-        return cute.arch.fma_packed_f32x2((s0, s1), (scale, scale), (offset, offset))
+        return _fused((s0, s1), (self.scale_log2,) * 2, (self.offset,) * 2, self.is_packed)
 
     def _add(
         self, a: tuple[Float32, Float32], b: tuple[Float32, Float32]
     ) -> tuple[Float32, Float32]:
         """Sums of two pairs, element by element."""
-        if self.arithmetic == "packed":
-            return cute.arch.add_packed_f32x2(a, b)
-        return a[0] + b[0], a[1] + b[1]
+        _, add = _pairwise(self.is_packed)
+        return add(a, b)
 
     def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:
         """max(old, all scores) in independent chains, by three-input maxima where these exist."""
         columns = cute.size(scores)
-        if self.arithmetic == "scalar":
+        if not self.is_packed:
             chains = [scores[i] for i in range(_NUM_MAX_CHAINS)]
             for column in range(_NUM_MAX_CHAINS, columns):
                 chain = column % _NUM_MAX_CHAINS
@@ -314,7 +295,7 @@ class OnlineSoftmax:
         negative_scale = -self.scale_log2
         if cutlass.const_expr(self.p_log2 != 0):
             return cute.math.fma(row_max, negative_scale, Float32(self.p_log2))
-        if self.arithmetic == "scalar":
+        if not self.is_packed:
             return multiply_rounded(row_max, negative_scale)
         offset, _ = cute.arch.mul_packed_f32x2((row_max, row_max), (negative_scale, negative_scale))
         return offset

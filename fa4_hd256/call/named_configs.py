@@ -1,8 +1,8 @@
 """Configurations named in operator calls.
 
-An operator's schema admits no Python object, so a configuration travels as JSON of its fields;
-`DEFAULT` is the default one. A name says everything, so that a graph compiled in one process runs
-in another.
+An operator's schema admits no Python object, so a configuration travels as JSON of the name of its
+class and its fields; `DEFAULT` is the default one. A name says everything, so that a graph compiled
+in one process runs in another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def spelled(kind: type) -> str:
 
 @functools.lru_cache
 def _encode(config: Any) -> str:
-    return json.dumps(_canonical(type(config), config))
+    return json.dumps([type(config).__name__, _canonical(type(config), config)])
 
 
 def _canonical(hint: Any, value: Any) -> Any:
@@ -60,7 +60,7 @@ def _canonical(hint: Any, value: Any) -> Any:
 
 @functools.lru_cache
 def decode(name: str, *kinds: type) -> Any:
-    """The configuration of that name and one of the kinds, which differ in their fields; equal to
+    """The configuration of that name and one of the kinds, which have names of their own; equal to
     the one that was encoded.
 
     Raises ValueError for a name that `encode` does not give for these kinds.
@@ -68,18 +68,13 @@ def decode(name: str, *kinds: type) -> Any:
     if not name:
         return kinds[0]()
     try:
-        fields = json.loads(name)
-        kind = next((k for k in kinds if is_dataclass(k) and _names(k) == set(fields)), kinds[0])
-        return _from_fields(kind, fields)
+        kind, fields = json.loads(name)
+        return _from_fields({known.__name__: known for known in kinds}[kind], fields)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         named = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            f"{name!r} names no {named}; accepted: the JSON of one's fields, or ''"
+            f"{name!r} names no {named}; accepted: the JSON of its class and fields, or ''"
         ) from error
-
-
-def _names(kind: Any) -> set[str]:
-    return {field.name for field in fields_of(kind)}
 
 
 def _from_fields(kind: type, fields: dict[str, Any]) -> Any:

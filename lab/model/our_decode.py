@@ -134,7 +134,7 @@ class DecodeVariant:
     def tiling(self, machine: Machine) -> DecodeTiling:
         return DecodeTiling(
             self.policy, rows=self.rows, cluster=1, packs_heads=True,
-            ordered=self.config.ordered_tiles, prefetches=self.config.q_stages > 1,
+            prefetches=self.config.q_stages > 1,
             claims=Late((CLAIM_STEPS + LOADS_AHEAD) * self.step_work) if self.use_clc else 0,
             dependent=True, kv_bytes=self.config.tiles.step_bytes / (2 * KEYS * HEAD_DIM),
             gpu=gpu_of(machine),

@@ -221,8 +221,7 @@ class Ours(OurProvider):
         config: Any = variant.config or ForwardConfig()
         # Q is there twice: the load warp loads the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
-            variant.policy, ordered=config.ordered_tiles,
-            packs_heads=config.tiles.kind != MXFP8, in_a_row=True,
+            variant.policy, packs_heads=config.tiles.kind != MXFP8, in_a_row=True,
             dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
             kv_bytes=config.element_bytes, operand_bytes=config.element_bytes,
         )  # fmt: skip

@@ -88,7 +88,7 @@ class ForwardTiling:
 
     head_dim; rows: queries of a cluster's tile; cluster: CTAs; keys: of a step. warpgroups: of a
     CTA that each leave out steps that their own rows do not see. policy: see
-    `lab.whole.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
+    `lab.whole.problem.POLICIES`. ordered: the longest first, heads grouped for L2. packs_heads:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may

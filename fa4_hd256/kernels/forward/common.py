@@ -188,17 +188,15 @@ class ForwardCommon:
             sizes = (*sizes, num_splits)
         # The tiles at work are of one packed sequence, or of a few shorter ones in a row.
         longest = cutlass.min(seqlen_k, scalars.max_seqlen_k)
-        section_heads, later_blocks_first = 1, False
-        if cutlass.const_expr(self.config.ordered_tiles):
-            section_heads = section_heads_for(
-                num_heads_per_kv=heads_per_kv,
-                num_pairs=heads * batch,
-                # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * int(2 * HEAD_DIM * self.kv_bytes),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            )
-            later_blocks_first = self.problem_class.bounded_right
+        section_heads = section_heads_for(
+            num_heads_per_kv=heads_per_kv,
+            num_pairs=heads * batch,
+            # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
+            kv_bytes_per_head=cutlass.min(longest, 1 << 20) * int(2 * HEAD_DIM * self.kv_bytes),
+            l2_bytes=scalars.l2_bytes,
+            unequal_lengths=self.problem_class.has_unequal_tiles,
+        )
+        later_blocks_first = self.problem_class.bounded_right
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         offsets = sequences.cu_seqlens_q

@@ -45,7 +45,7 @@ def test_a_call_hands_its_options_on(name, monkeypatch):
         monkeypatch.setattr(
             f"fa4_hd256.{function}", lambda *tensors, **options: given.append(options)
         )
-    config = ForwardConfig(s_stages=1)
+    config = ForwardConfig(rescale_threshold=4.0)
     inputs = Inputs.random(CASES[name], torch.device("cpu"), torch.bfloat16)
     Ours().call(inputs)
     Ours(use_clc=True, config=config, num_splits=3).call(inputs)

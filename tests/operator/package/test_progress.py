@@ -39,8 +39,8 @@ def test_kernels_are_named_without_the_code_that_makes_them():
     from fa4_hd256.run.catalogue import KernelSpec
     from fa4_hd256.run.kernel_names import described
 
-    spec = KernelSpec("forward", ForwardConfig(s_stages=1), ProblemClass(torch.bfloat16))
-    assert described(spec) == "forward for sm_100a (dtype bfloat16; s_stages 1)"
+    spec = KernelSpec("forward", ForwardConfig(rescale_threshold=4.0), ProblemClass(torch.bfloat16))
+    assert described(spec) == "forward for sm_100a (dtype bfloat16; rescale_threshold 4.0)"
     parts = KernelSpec("backward_sum", ForwardConfig(), torch.float16)
     assert described(parts) == "backward_sum for sm_100a (float16)"
 

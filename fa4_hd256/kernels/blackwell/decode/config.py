@@ -212,7 +212,6 @@ class DecodeConfig:
     ex2_pattern: which score elements take the polynomial exp2; its columns are the rows, so that
         a pattern which leaves the last fragment to the hardware leaves all of 16 or 32 rows.
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by more.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     gathers: rows of K and V in NVFP4 are gathered: NOTE [gathered scales].
     """
 
@@ -221,7 +220,6 @@ class DecodeConfig:
     q_stages: int = 2
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
-    ordered_tiles: bool = True
     e4m3: bool = False
     nvfp4: bool = False
     gathers: bool = False

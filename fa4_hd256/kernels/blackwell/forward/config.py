@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....softmax_emu.online import ARITHMETICS
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS, Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_threshold
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
@@ -90,14 +89,6 @@ class ForwardConfig:
     kv_stages: buffers of the ring that K and V tiles share.
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
-
-    The rest is there to be compared with (lab/notes.md):
-    s_stages: S buffers.  With two, QK of the following step is issued before PV of this one, also
-        across tiles; with one, QK(i) and PV(i) alternate, and the tensor core waits for the softmax
-        of every step.
-    arithmetic: of the exponents and row sums, one of `fa4_hd256.softmax_emu.online.ARITHMETICS`.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`);
-        False: blocks upwards, one head after the other.
     """
 
     q_stages: int = 2
@@ -105,9 +96,6 @@ class ForwardConfig:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
     warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
-    s_stages: int = 2
-    arithmetic: str = "packed"
-    ordered_tiles: bool = True
 
     is_e4m3 = False  # Q, K, V and P are of 16 bits, or e4m3 (`e4m3_config`)
     softmax_groups = 1  # warpgroups of the softmax, which share the keys of a step
@@ -115,6 +103,7 @@ class ForwardConfig:
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = BLOCK_Q
     block_kv = BLOCK_KV
+    s_stages = 2  # S buffers: QK of the following step is issued before PV of this one
     scale_stages = 2
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
     o_columns = 64  # columns of O that a correction thread rounds at a time
@@ -132,15 +121,6 @@ class ForwardConfig:
             raise ValueError(
                 f"warps.softmax has {len(self.warps.softmax)} warps; accepted are 4 in 16 bits, "
                 "and 8 in e4m3, where two warpgroups share the keys of a step (`TWO_GROUPS`)"
-            )
-        if self.s_stages not in (1, 2):
-            raise ValueError(
-                f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
-                "more beside O"
-            )
-        if self.arithmetic not in ARITHMETICS:
-            raise ValueError(
-                f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
             )
         check_budgets(self)
 

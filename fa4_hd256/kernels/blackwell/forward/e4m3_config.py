@@ -8,7 +8,7 @@ import torch
 
 from ...forward.tiles import ForwardTiles
 from ...limits import FLOAT_BYTES
-from ...plan.budgets import SmemPlan, SmemRegion, check_fields
+from ...plan.budgets import SmemPlan, SmemRegion
 from .config import TILES, ForwardConfig, ForwardWarpPlan
 
 #: P in e4m3 is 2^P_LOG2 times as large: NOTE [range of P] in `e4m3`.
@@ -41,24 +41,18 @@ class E4m3ForwardConfig(ForwardConfig):
     """The configuration for Q, K and V in e4m3, whose softmax has two warpgroups (`two_groups`).
 
     K and V take half of the bytes, so that as many bytes are on their way as in 16 bits.
-    is_e4m3: always True; the name of a configuration tells by it which class it has.
     """
 
     kv_stages: int = 6
     rescale_threshold: float = 4.0
     warps: ForwardWarpPlan = field(default_factory=lambda: TWO_GROUPS)
-    is_e4m3: bool = True
 
+    is_e4m3 = True
     softmax_groups = 2
     largest_threshold = 4, "e4m3, times 2^4"
     o_columns = 8  # of 64, ptxas would keep a value of the tile loop on the stack
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.is_e4m3:
-            raise ValueError(
-                f"is_e4m3 is {self.is_e4m3!r}; accepted here: True, and a `ForwardConfig` elsewhere"
-            )
         super().__post_init__()
         if self.ex2_pattern.ex2_emu_freq > self.fragment_columns:
             raise ValueError(

@@ -16,11 +16,11 @@ first::
     epilogue                              |                SMEM -> global
 
 QK(i+1) is issued before PV(i), and QK(0') before PV(last) unless the next tile has no steps: the
-tensor core makes S(i+1) while the softmax works on S(i).  With s_stages=1 PV(i) comes first.
+tensor core makes S(i+1) while the softmax works on S(i).
 
 The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/kernels.md.
 
-NOTE [S and P share columns].  P(i) lies over S(i), so the next QK in that buffer, QK(i+s_stages),
+NOTE [S and P share columns].  P(i) lies over S(i), so the next QK in that buffer, QK(i+2),
 must not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the
 tensor core executes the MMAs of a CTA pair in issue order.
 
@@ -99,8 +99,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         self.block_queries = config.block_q // problem_class.packed_heads
         # Each CTA loads half of the keys of K's tile.
         self.load_keys = config.block_kv // 2
-        # QK of the following step goes before PV: that needs an S buffer of its own.
-        self.qk_ahead = config.s_stages > 1
         self.p_dtype = cutlass.Float8E4M3FN if config.is_e4m3 else self.dtype
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
         shape = functools.partial(MmaShape, is_bf16=is_bf16, is_e4m3=config.is_e4m3)
@@ -175,19 +173,12 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def load(self, context: BlackwellForwardContext):
-        """Fetch this CTA's share of what the MMAs need, in the order in which they are issued."""
-        rings = LoadRings.waiting(self.edges, "kv_free", "q_free")
-        if cutlass.const_expr(self.qk_ahead):
-            rings = self._load_ahead(context, rings)
-        else:
-            rings = self._load_in_order(context, rings)
-        context.barriers["kv_free"].wait_for_all(rings.kv)
-        context.barriers["q_free"].wait_for_all(rings.q)
+        """Fetch this CTA's share of what the MMAs need, in the order in which they are issued.
 
-    @cute.jit
-    def _load_ahead(self, context: BlackwellForwardContext, rings: LoadRings):
-        """Load Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last
-        V of this one."""
+        Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last V of this
+        one.
+        """
+        rings = LoadRings.waiting(self.edges, "kv_free", "q_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -215,27 +206,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
                 if work.is_valid:
                     rings = self._load_q_and_first_k(context, work, rings)
-        return rings
-
-    @cute.jit
-    def _load_in_order(self, context: BlackwellForwardContext, rings: LoadRings):
-        """Load Q, then K(i) and V(i) of each step."""
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            tile_context = context.of_tile(work)
-            num_steps = self.num_steps(tile_context, work)
-            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
-            if num_steps > 0:
-                rings = self._load_q(tile_context, work, rings)
-                kv_tile = self._first_kv_tile(tile_context, work)
-                for step in cutlass.range(num_steps, unroll=1):
-                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    rings = self._load_kv(tile_context, work, kv_tile, "k", rings)
-                    rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
-                    kv_tile = self.keys.next(kv_tile)
-            work = scheduler.advance_to_next_work()
-        return rings
+        context.barriers["kv_free"].wait_for_all(rings.kv)
+        context.barriers["q_free"].wait_for_all(rings.q)
 
     def _load_q_and_first_k(
         self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
@@ -288,15 +260,11 @@ class ForwardKernel(ForwardCommon, PairKernel):
         """Issue every MMA of the pair; one warp of the leader CTA."""
         # s_done is no wait of this role: its state counts the S buffers.
         waited = "kv_loaded", "q_loaded", "s_done", "p_first_done", "p_last_done", "o_free"
-        rings = MmaRings.waiting(self.edges, *waited)
-        if cutlass.const_expr(self.qk_ahead):
-            rings = self._mma_ahead(context, rings)
-        else:
-            rings = self._mma_in_order(context, rings)
+        rings = self._issue_mmas(context, MmaRings.waiting(self.edges, *waited))
         context.barriers["o_free"].wait_for_all(rings.o)
 
     @cute.jit
-    def _mma_ahead(self, context: BlackwellForwardContext, rings: MmaRings):
+    def _issue_mmas(self, context: BlackwellForwardContext, rings: MmaRings):
         """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
         this one.
 
@@ -331,23 +299,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 if work.is_valid:
                     q_loaded.wait(rings.q)
                     rings = self._qk(context, rings)
-        return rings
-
-    @cute.jit
-    def _mma_in_order(self, context: BlackwellForwardContext, rings: MmaRings):
-        """Issue QK(i) and PV(i) of each step: one S buffer, which P(i) lies over until PV(i)."""
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            if num_steps > 0:
-                context.barriers["q_loaded"].wait(rings.q)
-                for step in cutlass.range(num_steps, unroll=1):
-                    rings = self._qk(context, rings)
-                    rings = self._pv0(context, rings, step > 0)
-                    rings = self._pv1(context, rings)
-                rings.q.advance()
-            work = scheduler.advance_to_next_work()
         return rings
 
     @traced("QK")
@@ -434,7 +385,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
             config.ex2_pattern,
             config.rescale_threshold,
             self.p_dtype,
-            config.arithmetic,
             tracks_largest=self.problem_class.max_logits,
             p_log2=self.p_log2,
         )

@@ -235,10 +235,10 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     # ------------------------------------------------------------ mma
 
-    def _mma_ahead(self, context: BlackwellForwardContext, rings: MmaRings) -> Mxfp8MmaRings:
+    def _issue_mmas(self, context: BlackwellForwardContext, rings: MmaRings) -> Mxfp8MmaRings:
         read = context.barriers["s_read"]
         own = Mxfp8MmaRings(**vars(rings), read=read.edge.waiter_state())
-        own = super()._mma_ahead(context, own)
+        own = super()._issue_mmas(context, own)
         read.wait_for_all(own.read)
         return own
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...block_scales import ATOM_BYTES, ATOMS, SCALE_BLOCK
+from ...block_scales import ATOM_BYTES, ATOMS
 from ...forward.tiles import ForwardTiles
 from ...plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from ...plan.edges import Edge, EdgeTable, Signal
@@ -23,22 +23,9 @@ SCALE_COLUMNS = {"q": (32, 8), "k": (40, 8), "p": (64, 4), "v": (72, 8)}
 
 @dataclass(frozen=True)
 class Mxfp8Config(E4m3ForwardConfig):
-    """The configuration of e4m3 with buffers of scales, which take the place of one of K and V.
-
-    block: elements that have a scale together.
-    """
+    """The configuration of e4m3 with buffers of scales, which take the place of one of K and V."""
 
     kv_stages: int = 5
-    block: int = SCALE_BLOCK
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.s_stages, self.block
-        if given != (2, SCALE_BLOCK):
-            raise ValueError(
-                f"s_stages and block are {given}; accepted for mxfp8: 2, since "
-                f"scales lie over the S that QK does not write, and {SCALE_BLOCK}"
-            )
 
     @property
     def tiles(self) -> ForwardTiles:

@@ -97,18 +97,18 @@ def _epilogue(o_slices: int) -> Role:
     return Role("epilogue", (act(*store * o_slices, arrive("q_free"), when=When.LAST),))
 
 
-def _multiply(is_ahead: bool, *scales: Action) -> tuple[Act, ...]:
-    """Return what the MMA warp does.  is_ahead: QK of the following step goes before PV.  scales:
-    what it waits for to have those of QK in tensor memory."""
+def _multiply(*scales: Action) -> tuple[Act, ...]:
+    """Return what the MMA warp does: QK of the following step goes before PV.  scales: what it
+    waits for to have those of QK in tensor memory."""
     return (
-        act(wait("q_loaded"), when=When.FIRST, is_ahead=is_ahead),
+        act(wait("q_loaded"), when=When.FIRST, is_ahead=True),
         act(
             wait("kv_loaded"),
             *scales,
             multiply("QK", read("q", "Q"), read("kv", "K"), write("s", "S")),
             arrive("kv_free"),
             arrive("s_done"),
-            is_ahead=is_ahead,
+            is_ahead=True,
         ),
         act(
             wait("kv_loaded"),
@@ -124,22 +124,17 @@ def _multiply(is_ahead: bool, *scales: Action) -> tuple[Act, ...]:
 
 
 def forward_steps(config: ForwardConfig) -> StepTable:
-    """Return the table of the kernel's steps.
-
-    With two S buffers QK of the following step goes before PV of this one; otherwise every step is
-    issued by itself, QK then PV.
-    """
-    is_ahead = config.s_stages > 1
+    """Return the table of the kernel's steps."""
     load = Role(
         "load",
         (
-            act(fill("q", "Q"), when=When.FIRST, is_ahead=is_ahead),
-            act(fill("kv", "K"), is_ahead=is_ahead),
+            act(fill("q", "Q"), when=When.FIRST, is_ahead=True),
+            act(fill("kv", "K"), is_ahead=True),
             act(fill("kv", "V")),
         ),
         end=(wait_all("kv_free"), wait_all("q_free")),
         claims=CLAIM_STEPS,
-        crosses=is_ahead,
+        crosses=True,
     )
     rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=config.o_slices))
     scales: tuple[Action, ...] = ()
@@ -149,6 +144,6 @@ def forward_steps(config: ForwardConfig) -> StepTable:
         # The scales of QK lie over the S before it.
         rings = (*rings, Ring("s_read", full="s_read", is_permit=True))
         scales, read_s, end = (wait("s_read"),), (arrive("s_read"),), (wait_all("s_read"), *end)
-    mma = Role(MMA, _multiply(is_ahead, *scales), end=end, crosses=is_ahead)
+    mma = Role(MMA, _multiply(*scales), end=end, crosses=True)
     others = _softmax(*read_s), _correction(config.o_slices), _epilogue(config.o_slices)
     return StepTable(rings, (load, mma, *others))

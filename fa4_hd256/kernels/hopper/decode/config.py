@@ -127,7 +127,6 @@ class E4m3Config:
         leaves all.
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by so much less
         `HEADROOM`.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     nvfp4: K and V are in NVFP4 (`nvfp4_fragments`), and their scales are loaded beside them.
     """
 
@@ -137,7 +136,6 @@ class E4m3Config:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 12.0
     warps: E4m3WarpPlan = field(default_factory=E4m3WarpPlan)
-    ordered_tiles: bool = True
     nvfp4: bool = False
 
     block_kv = BLOCK_KV

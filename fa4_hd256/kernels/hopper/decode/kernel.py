@@ -370,7 +370,7 @@ class DecodeE4m3Kernel(HopperForward):
             cutlass.Float16,
             self.thread_rows,
             config.headroom,
-            "scalar",
+            packed=False,
         )
         softmax = cast(KeyFragments, created)
         self.scales.allocate(softmax)

@@ -123,7 +123,6 @@ class ForwardConfig:
         quarter of block_kv, are its only fragment, so that a pattern which leaves the last one to
         the hardware leaves all.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     skips: whether a warpgroup leaves out steps that its own rows do not see.
     """
 
@@ -134,7 +133,6 @@ class ForwardConfig:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
     warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
-    ordered_tiles: bool = True
     skips: bool = True
 
     def __post_init__(self) -> None:

@@ -232,9 +232,9 @@ class ForwardKernel(WarpgroupForward):
             config.ex2_pattern,
             config.rescale_threshold,
             self.dtype,
-            "scalar",
-            QUAD,
-            self.problem_class.max_logits,
+            packed=False,
+            lanes=QUAD,
+            tracks_largest=self.problem_class.max_logits,
         )
 
     @cute.jit

@@ -173,9 +173,9 @@ def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
     reports = traced_launches(monkeypatch, "h200:2")
-    config = replace(config, q_stages=min(q_stages, config.q_stages), ordered_tiles=False)
+    config = replace(config, q_stages=min(q_stages, config.q_stages))
     seen = attend(lengths, True, kv_dtype=torch.float8_e4m3fn, config=config, use_clc=use_clc)
-    tiles = steps_of(seen, config.rows, config.block_kv)
+    tiles = steps_of(seen, config.rows, config.block_kv)[::-1]
     tiles = (*tiles[:1], *tiles[2:]) if use_clc else tiles[::2]
     table = table_of(config)
     assert_as_declared(reports[0], config, tiles, ctas=(0,))

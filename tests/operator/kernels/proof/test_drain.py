@@ -38,7 +38,6 @@ from fa4_hd256.run.catalogue import KernelSpec
 FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan()
 #: Not the default of any call; those are proved in test_proved_plans.py.
 UNUSUAL = {
-    "forward, one S": ForwardConfig(s_stages=1),
     "dK/dV, ring of 3": DkdvPlan(ring_stages=3),
     "decode, fewest buffers": DecodeConfig(half_stages=3, q_stages=1),
 }

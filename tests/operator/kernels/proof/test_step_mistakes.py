@@ -60,7 +60,7 @@ TABLES = {
     **{
         f"Blackwell, {name}": (plan.edges, table_of(plan))
         for name, plan in (
-            ("forward", BlackwellForward()), ("one S", BlackwellForward(s_stages=1)),
+            ("forward", BlackwellForward()),
             ("dQ", blackwell.DqPlan()), ("dK/dV", blackwell.DkdvPlan()),
             ("dV and dS", blackwell.DvPlan()), ("products", blackwell.ProductsPlan()),
             ("decode", BLACKWELL_DECODE[0]), ("decode in e4m3", BLACKWELL_E4M3[0]),

@@ -59,27 +59,23 @@ def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
         assert waited - tile * (2 * steps + 2) >= earliest
 
 
-# Causal with more queries than keys: tiles of none, of one and of three steps; with tiles in order,
-# those without steps come first. Two equal tiles of one step. Both schedulers.
+# Causal with more queries than keys: tiles of three steps, of one and of none, the longest first.
+# Two equal tiles of one step. Both schedulers.
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("lengths", "causal", "options"),
+    ("lengths", "causal", "kind"),
     [
-        ((1200, 300), True, {}),
-        ((1200, 300), True, {"ordered_tiles": False}),
-        ((512, 100), False, {}),
-        ((512, 600), False, {"s_stages": 1}),
-        ((1200, 300), True, {"kind": Mxfp8Config}),
+        ((1200, 300), True, ForwardConfig),
+        ((512, 100), False, ForwardConfig),
+        ((1200, 300), True, Mxfp8Config),
     ],
 )
-@pytest.mark.sampled("lengths0-True-options0-static", "lengths2-False-options2-static")
-def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc, reports):
-    options = dict(options)
-    config = options.pop("kind", ForwardConfig)(**options)
+@pytest.mark.sampled("lengths0-True-ForwardConfig-static", "lengths1-False-ForwardConfig-static")
+def test_the_forward_does_what_its_table_says(lengths, causal, kind, use_clc, reports):
+    config = kind()
     seen = attend(lengths, causal, config=config, use_clc=use_clc)
     tiles = steps_of(seen, TILE_Q, TILE_K)
-    if causal and config.ordered_tiles:
-        tiles = tiles[::-1]
+    tiles = tiles[::-1] if causal else tiles
     assert not causal or {0, 1, 3} <= set(tiles)
     assert_told(reports[0], config, tiles)
 
@@ -94,10 +90,10 @@ def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use
     """Tiles of none to three steps, all of them on one CTA, or every other one of them."""
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
     reports = traced_launches(monkeypatch, "b200:2")
-    config = replace(kind, q_stages=q_stages, ordered_tiles=False)
+    config = replace(kind, q_stages=q_stages)
     kv_dtype = config.tiles.kv_dtype or torch.bfloat16
     seen = attend(lengths, True, kv_dtype=kv_dtype, config=config, use_clc=use_clc)
-    tiles = steps_of(seen, config.rows, TILE_K)
+    tiles = steps_of(seen, config.rows, TILE_K)[::-1]
     assert set(tiles) == ({2, 3} if lengths[1] > TILE_K else {0, 1})
     assert_told(reports[0], config, tiles if use_clc else tiles[::2], ctas=(0,))
 

@@ -126,7 +126,6 @@ class E4m3ForwardConfig:
         the hardware leaves all.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more: NOTE
         [range of P].
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     skips: whether a warpgroup leaves out steps that its own rows do not see.
     """
 
@@ -135,7 +134,6 @@ class E4m3ForwardConfig:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = LARGEST_P_LOG2 - P_LOG2
     warps: E4m3ForwardWarpPlan = field(default_factory=E4m3ForwardWarpPlan)
-    ordered_tiles: bool = True
     skips: bool = True
 
     block_kv = BLOCK_KV

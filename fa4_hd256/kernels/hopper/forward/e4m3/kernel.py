@@ -295,9 +295,9 @@ class ForwardE4m3Kernel(WarpgroupForward):
             config.ex2_pattern,
             config.rescale_threshold,
             Float8E4M3FN,
-            "scalar",
-            QUAD,
-            self.problem_class.max_logits,
+            packed=False,
+            lanes=QUAD,
+            tracks_largest=self.problem_class.max_logits,
             p_log2=P_LOG2,
         )
 
