@@ -53,9 +53,9 @@ class Program:
 def missing_extra(program: Program, arguments: Sequence[str]) -> str:
     """Return what the command needs and is not installed, with what to do; empty for nothing.
 
-    It is checked before anything else is imported, so that nobody waits for a pool to fail.
+    It is checked before the command is imported, so that nobody waits for a pool to fail.
     """
-    if {"-h", "--help"} & {*arguments} or not program.replays(arguments):
+    if not program.replays(arguments):
         return ""
     if lacking := missing_lab():
         return lacking
@@ -78,11 +78,10 @@ def run_command(program: Program, arguments: Sequence[str]) -> int:
 
     A value that is not accepted, and a package that is not installed, give 2 and one line.
     """
-    if lacking := missing_extra(program, arguments):
-        print(f"error: {lacking}", file=sys.stderr)
-        return 2
     try:
         parsed = _parser(program, arguments).parse_args(arguments)
+        if lacking := missing_extra(program, arguments):
+            raise ValueError(lacking)
         if hasattr(parsed, "json"):
             # Before the work, which may take an hour.
             results.check_output_options(parsed)

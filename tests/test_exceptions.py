@@ -104,8 +104,11 @@ def test_a_command_without_an_extra_says_so_at_once(extra, monkeypatch, capsys):
     def find_spec(name, before=importlib.util.find_spec):
         return None if name == extra else before(name)
 
+    def import_module(name, before=importlib.import_module):
+        return before(name) if name.endswith(".options") else pytest.fail(f"imports {name}")
+
     monkeypatch.setattr(command_line, "importlib", SimpleNamespace(
-        import_module=lambda name: pytest.fail(f"imports {name}"),
+        import_module=import_module,
         metadata=SimpleNamespace(
             version=version, PackageNotFoundError=importlib.metadata.PackageNotFoundError),
         util=SimpleNamespace(find_spec=find_spec),
@@ -115,6 +118,9 @@ def test_a_command_without_an_extra_says_so_at_once(extra, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"error: python -m bench throughput needs {extra}; pip install -e")
+    with pytest.raises(SystemExit):
+        command.main(["throughput", "--jobbs", "2"])
+    assert "unrecognized arguments: --jobbs" in capsys.readouterr().err
     monkeypatch.setattr(command, "has_driver", lambda: True)
     assert command_line.missing_extra(command.PROGRAM, ["throughput"]) == ""
     assert command_line.missing_extra(command.PROGRAM, ["throughput", "--modelled"])
