@@ -25,7 +25,7 @@ from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
 
-pytest_plugins = ["suite", "kernel_times"]
+pytest_plugins = ["suite", "kernel_times", "kernel_count"]
 
 # `isolated` does the same for the simulator.
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
