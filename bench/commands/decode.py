@@ -66,7 +66,9 @@ def _over_caches(title: str, cases: Callable[[], list[caches.CacheCase]]) -> Par
 
 PARTS = {
     "rates": Part(rate_cases, throughput.columns_of(DECODE_PROVIDERS), _rates, _rate_table),
-    "kv-types": _over_caches("Decoding over K and V in e4m3 beside bf16", caches.type_cases),
+    "kv-types": _over_caches(
+        "Decoding over K and V in e4m3 and NVFP4 beside bf16", caches.type_cases
+    ),
     "pages": _over_caches("Keys and values in pages, forward, bf16", caches.page_cases),
     "small-pages": _over_caches("Keys and values in pages of few rows", caches.small_page_cases),
     "new-rows": Part(

@@ -1,5 +1,5 @@
-"""A call over caches of several forms, timed interleaved on a GPU: K and V in e4m3 beside bf16, in
-pages beside no pages, and in pages of few rows.
+"""A call over caches of several forms, timed interleaved on a GPU: K and V in e4m3 and NVFP4 beside
+bf16, in pages beside no pages, and in pages of few rows.
 
 Boxes of TMA are no larger than a page, so that small pages take more instructions for the same
 bytes; rows of pages below 16 are gathered. All forms hold the same numbers, and their results are
@@ -23,7 +23,8 @@ from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
-from fa4_hd256.kernels.nvfp4_format import NVFP4_BLOCK
+from fa4_hd256.kernels.nvfp4_format import NVFP4_BLOCK, block_scales_shape
+from fa4_hd256.quantize.nvfp4 import dequantize_nvfp4, e2m1_codes
 
 E4M3, BF16, NVFP4 = "e4m3", "bf16", "NVFP4"
 #: Bytes of an element, by type of K and V, the scales of its block included.
@@ -79,10 +80,16 @@ class CacheCase(Case):
 
 
 def type_cases() -> list[CacheCase]:
-    """Return the sequences, keys and heads of the decode tables, over caches of both types."""
-    shapes = ((128, 131072, (32, 2)), (1, 131072, (32, 2)), (8, 8192, (16, 2)))
+    """Return sequences, keys and heads of the decode tables, and 32 of 8,192 keys, over caches of
+    all types."""
+    shapes = (
+        (128, 131072, (32, 2)),
+        (1, 131072, (32, 2)),
+        (32, 8192, (16, 2)),
+        (8, 8192, (16, 2)),
+    )
     return [
-        CacheCase("decode", ((queries, keys),) * batch, *heads, True, kv_types=(BF16, E4M3))
+        CacheCase("decode", ((queries, keys),) * batch, *heads, True, kv_types=(BF16, E4M3, NVFP4))
         for batch, keys, heads in shapes for queries in (1, 2, 4)
     ]  # fmt: skip
 
@@ -114,19 +121,41 @@ def small_page_cases() -> list[CacheCase]:
 
 
 def _inputs(case: CacheCase, device: torch.device) -> dict[str, Inputs]:
-    """Return inputs of the same numbers with K and V of each type, those that e4m3 has if it is
-    one of them."""
+    """Return inputs of the same numbers with K and V of each type: those that the narrowest has."""
     found = Inputs.random(case.of(None), device, torch.bfloat16)
-    if E4M3 not in case.kv_types:
-        return {BF16: found}
-    codes = []
-    for tensor in (found.k, found.v):
-        codes.append(tensor.to(torch.float8_e4m3fn))
-        # In place: a cache of a GPU's size has no room for a copy of all of it.
-        for rows, exact in zip(tensor, codes[-1]):
-            rows.copy_(exact)
-    both = {BF16: found, E4M3: replace(found, k=codes[0], v=codes[1])}
-    return {kind: both[kind] for kind in case.kv_types}
+    of_types = {BF16: found}
+    if NVFP4 in case.kv_types:
+        (k, of_k), (v, of_v) = map(_round_to_nvfp4, (found.k, found.v))
+        of_types[NVFP4] = replace(found, k=k, v=v, block_scales=(of_k, of_v))
+    if E4M3 in case.kv_types:
+        k, v = map(_round_to_e4m3, (found.k, found.v))
+        of_types[E4M3] = replace(found, k=k, v=v)
+    return {kind: of_types[kind] for kind in case.kv_types}
+
+
+# Both round in place, one sequence after the other: a cache of a GPU's size has no room for copies.
+
+
+def _round_to_e4m3(tensor: torch.Tensor) -> torch.Tensor:
+    """Round elements to those of e4m3, and return these."""
+    codes = tensor.to(torch.float8_e4m3fn)
+    for rows, exact in zip(tensor, codes):
+        rows.copy_(exact)
+    return codes
+
+
+def _round_to_nvfp4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round elements to multiples of 0.25 up to 3, which e4m3 has, too: NVFP4 with all scales of
+    blocks equal. Return its codes and scales."""
+    scale, device = 0.5, tensor.device
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 2)
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    scales = torch.full(block_scales_shape(codes), scale, device=device).to(torch.float8_e4m3fn)
+    for rows, own, of_rows in zip(tensor, codes, scales):
+        pairs = e2m1_codes(rows.float() / scale).unflatten(-1, (-1, 2))
+        own.copy_(pairs[..., 0] | pairs[..., 1] << 4)
+        rows.copy_(dequantize_nvfp4(own, of_rows))
+    return codes, scales
 
 
 def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from bench.suite import Case
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.problem_class import E4M3
+from fa4_hd256.quantize.nvfp4 import dequantize_nvfp4
 
 from .masks import MaskedCase
 from .providers import Inputs, Provider
@@ -75,12 +76,19 @@ class Block:
     def operands(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v of the block on the CPU, with a batch of 1."""
         q = self.queries(inputs, inputs.q)
-        k, v = (
-            inputs.sequence(t, self.sequence, 1)[: self.keys, self.head_kv, None]
-            for t in (inputs.k, inputs.v)
-        )
+        k, v = (self._of_keys(inputs, tensor) for tensor in (inputs.k, inputs.v))
+        if inputs.block_scales is not None:
+            of_k, of_v = (self._of_keys(inputs, scales) for scales in inputs.block_scales)
+            k, v = (
+                dequantize_nvfp4(k, of_k, dtype=q.dtype),
+                dequantize_nvfp4(v, of_v, dtype=q.dtype),
+            )
         q, k, v = (t[None].detach().cpu() for t in (q, k, v))
         return q, k, v
+
+    def _of_keys(self, inputs: Inputs, tensor: torch.Tensor) -> torch.Tensor:
+        """Return (keys, 1, ..) of a tensor like k."""
+        return inputs.sequence(tensor, self.sequence, 1)[: self.keys, self.head_kv, None]
 
 
 def _blocks(case: Case) -> list[list[Block]]:

@@ -77,7 +77,8 @@ class Inputs:
     q, dout: (batch, seqlen_q, heads, 256), k, v: (batch, seqlen_k, heads_kv, 256), or without the
     batch where sequences are packed; cu_seqlens: int32 (sequences + 1,) of queries and keys then.
     expected: what `checking` compares blocks of rows with, by block, once it has been computed.
-    masks: what providers have made of the case's mask.
+    masks: what providers have made of the case's mask. block_scales: of k and v in NVFP4, which are
+    bytes of two elements.
     """
 
     case: Case
@@ -88,6 +89,7 @@ class Inputs:
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
     expected: dict[Any, Any] = field(default_factory=dict)
     masks: dict[Any, Any] = field(default_factory=dict)
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -202,6 +204,12 @@ class Ours:
                 inputs.q, pages.k, pages.v, cache_seqlens=pages.lengths, page_table=pages.table,
                 **options,
             )  # fmt: skip
+            return cast(torch.Tensor, out)
+        if inputs.block_scales is not None:
+            of_k, of_v = inputs.block_scales
+            out = flash_attn_with_kvcache(
+                *inputs.leaves, k_block_scale=of_k, v_block_scale=of_v, **options
+            )
             return cast(torch.Tensor, out)
         if inputs.cu_seqlens is None:
             return cast(torch.Tensor, flash_attn_func(*inputs.leaves, **options))

@@ -65,7 +65,7 @@ def quantize_nvfp4(
     wanted = (largest / (E2M1_LARGEST * scale)).clamp(max=E4M3_LARGEST)
     block_scales = wanted.to(torch.float8_e4m3fn)
     step = (block_scales.float() * scale)[..., None]
-    codes = _e2m1_codes(torch.where(step == 0, torch.zeros_like(blocks), blocks / step))
+    codes = e2m1_codes(torch.where(step == 0, torch.zeros_like(blocks), blocks / step))
     pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, block_scales
 
@@ -107,8 +107,9 @@ def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.
     return scale if scale.numel() == 1 else scale[..., None]
 
 
-def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Return the code of each value as uint8, rounded to nearest even; NaN has that of 0."""
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """Return the code of each value as uint8, rounded to nearest even and kept within 6; NaN has
+    that of 0."""
     absolute, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
     for midpoint, goes_up in E2M1_MIDPOINTS:
         codes += absolute >= midpoint if goes_up else absolute > midpoint

@@ -7,12 +7,14 @@ from fake_timer import CountingTimer
 from in_torch import in_torch
 
 from bench.decode import caches
+from bench.measure.checking import _blocks
 from bench.measure.providers import Inputs, Pages
 from bench.measure.timer import Sampling
+from fa4_hd256.quantize import dequantize_nvfp4
 
 LENGTHS = ((2, 300),) * 2
 PAGED = caches.CacheCase("pages", LENGTHS, 4, 2, True, sizes=(None, 128, 16), peer=True)
-TYPED = caches.CacheCase("decode", LENGTHS, 4, 2, True, kv_types=("bf16", "e4m3"))
+TYPED = caches.CacheCase("decode", LENGTHS, 4, 2, True, kv_types=("bf16", "e4m3", "NVFP4"))
 #: K and V of a case, elements.
 ELEMENTS = 2 * 300 * 2 * 2 * 256
 
@@ -44,13 +46,25 @@ def test_pages_hold_the_rows(size, dtype):
     assert found.lengths.tolist() == [300, 300]
 
 
-def test_both_caches_hold_the_same_numbers():
+def test_all_caches_hold_the_same_numbers():
     found = caches._inputs(TYPED, torch.device("cpu"))
-    of_bf16, of_e4m3 = found["bf16"], found["e4m3"]
+    of_bf16, of_e4m3, of_nvfp4 = (found[kind] for kind in ("bf16", "e4m3", "NVFP4"))
     assert of_bf16.k.dtype == torch.bfloat16 and of_e4m3.k.dtype == torch.float8_e4m3fn
-    assert torch.equal(of_bf16.k, of_e4m3.k.bfloat16())
-    assert torch.equal(of_bf16.v, of_e4m3.v.bfloat16())
-    assert torch.equal(of_bf16.q, of_e4m3.q)
+    for name, scales in zip("kv", of_nvfp4.block_scales, strict=True):
+        exact = getattr(of_bf16, name)
+        assert torch.equal(exact, getattr(of_e4m3, name).bfloat16())
+        assert torch.equal(exact.double(), dequantize_nvfp4(
+            getattr(of_nvfp4, name), scales, dtype=torch.float64))  # fmt: skip
+        # Rounded from standard normal numbers, kept within 3.
+        assert 0.9 < exact.float().std() < 1.1 and len(exact.unique()) == 15
+    assert torch.equal(of_bf16.q, of_e4m3.q) and torch.equal(of_bf16.q, of_nvfp4.q)
+
+
+def test_numbers_of_nvfp4_are_those_that_are_checked():
+    inputs = caches._inputs(TYPED, torch.device("cpu"))
+    (block, *_), *_ = _blocks(TYPED)
+    for found, exact in zip(*(block.operands(inputs[kind]) for kind in ("NVFP4", "bf16"))):
+        assert torch.equal(found, exact)
 
 
 @pytest.mark.sampled("PyTorch")
@@ -74,8 +88,10 @@ def test_a_row_of_pages(here):
 def test_a_row_of_types(here):
     row = caches.measured(TYPED, CountingTimer(), Sampling(0, 3))
     assert (row["bf16"], row["e4m3"], row["over_e4m3"]) == pytest.approx((1, 2, 1))
+    assert (row["NVFP4"], row["over_NVFP4"]) == pytest.approx((3, 2))
     assert row["rate_bf16"] == pytest.approx(ELEMENTS * 2 / 1e-6 / 1e12)
     assert row["rate_e4m3"] == pytest.approx(row["rate_bf16"] / 4)
+    assert row["rate_NVFP4"] == pytest.approx(row["rate_bf16"] * 9 / 32 / 3)
     assert row["refused"] == "" and not row["failed"]
     assert "2x(2, 300)" in caches.table(TYPED, "T", [row]).as_markdown()
 

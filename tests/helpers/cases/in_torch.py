@@ -12,6 +12,7 @@ import cache_reference
 import torch
 
 from fa4_hd256.check import reference
+from fa4_hd256.quantize import dequantize_nvfp4
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "in_torch"]
 
@@ -57,9 +58,18 @@ def flash_attn_varlen_func(
 
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *new: torch.Tensor | None,
-    cache_seqlens: torch.Tensor, page_table: torch.Tensor, **options: Any,
+    cache_seqlens: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None, v_block_scale: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """(batch, seqlen, heads, 256) over caches in pages; new: k and v of one row per sequence."""
+    """(batch, seqlen, heads, 256) over caches in pages, or of NVFP4 without; new: k and v of one
+    row per sequence."""
+    if k_block_scale is not None and v_block_scale is not None:
+        k = dequantize_nvfp4(k_cache, k_block_scale, dtype=q.dtype)
+        v = dequantize_nvfp4(v_cache, v_block_scale, dtype=q.dtype)
+        found: torch.Tensor = flash_attn_func(q, k, v, **options)
+        return found
+    assert cache_seqlens is not None and page_table is not None
     tables = [options.pop(name, None) for name in ("rotary_cos", "rotary_sin")]
     scales = {name: options.pop(name, None) for name in ("k_descale", "v_descale")}
     outs = []
