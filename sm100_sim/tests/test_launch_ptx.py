@@ -12,6 +12,8 @@ import torch
 
 import sm100_sim
 from sm100_sim import LaunchError, Options, launch_ptx
+from sm100_sim.settings import read_settings
+from sm100_sim.state import memory as memory_state
 
 pytestmark = pytest.mark.simulator
 
@@ -245,3 +247,50 @@ st.global.b64 [%rd], 1; ret; }"""
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert [Path(frame.filename).name for frame in frames] == ["test_launch_ptx.py", "errors.py"]
     assert raised.value.__suppress_context__
+
+
+#: One thread accesses the four bytes behind the two words of an array.
+BEHIND = (
+    HEAD
+    + """
+.visible .entry behind(.param .u64 data)
+{
+.reg .b32 %x;
+.reg .b64 %data;
+ld.param.u64 %data, [data];
+mov.u32 %x, 0;
+ACCESS
+ret;
+}
+"""
+)
+
+
+def test_loads_of_the_padding_behind_a_tensor():
+    pages = np.zeros(2048, np.uint32)
+    data = pages[-pages.ctypes.data % 4096 // 4 :][:2]
+    load, store = "ld.global.u32 %x, [%data+8];", "st.global.u32 [%data+8], %x;"
+    far = "ld.global.u32 %x, [%data+512];"
+    padded = Options(padded=True)
+    with pytest.raises(sm100_sim.MemoryFault, match="it ends 0 bytes before"):
+        launch_ptx(BEHIND.replace("ACCESS", load), "behind", [data], block=1)
+    report = launch_ptx(BEHIND.replace("ACCESS", load), "behind", [data], block=1, options=padded)
+    assert report.warp_instructions
+    for refused in (store, far):
+        with pytest.raises(sm100_sim.MemoryFault):
+            launch_ptx(BEHIND.replace("ACCESS", refused), "behind", [data], block=1, options=padded)
+
+
+def test_padding_ends_at_the_next_tensor_and_page():
+    parameters = np.zeros(16, np.uint8)
+    ranges = [(8192, 8208, "a"), (8448, 9472, "b"), (12000, 12280, "c"), (20480, 20992, "d")]
+    rows = memory_state.GlobalMemory(ranges, parameters, True).table.tolist()
+    read_only = [row for row in rows if not row[2]]
+    assert read_only == [[8208, 8448, 0], [12280, 12288, 0]]
+    assert rows == sorted(rows)
+
+
+def test_padded_is_a_variable():
+    assert read_settings({"SM100_SIM_PADDED": "1"}).padded
+    with pytest.raises(ValueError, match="SM100_SIM_PADDED is 'yes'; accepted are 0 and 1"):
+        read_settings({"SM100_SIM_PADDED": "yes"})

@@ -51,7 +51,9 @@ _lock = threading.RLock()
 class Options:
     """Options of running kernels; see `launch` for the meaning of each. None: as many clusters as
     the device holds, as many threads as cores. observe: called with the `LaunchConfig` of each
-    launch and its report. Raises ValueError for a value that is not accepted."""
+    launch and its report. padded: loads may read behind a tensor up to the multiple of 512 bytes to
+    which PyTorch's allocator rounds it on a GPU. Raises ValueError for a value that is not
+    accepted."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -61,6 +63,7 @@ class Options:
     sanitize: bool | str = False
     observe: Callable[[LaunchConfig, Report], None] | None = None
     threads: int | None = None
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("clusters", 1), ("threads", 1), ("seed", 0)):
@@ -91,7 +94,7 @@ def options_from(settings: Settings, **given: Any) -> Options:
     """Options of the environment, and over them what is given and not None."""
     known = {
         "clusters": settings.clusters, "seed": settings.seed, "sanitize": settings.sanitize,
-        "threads": settings.threads,
+        "threads": settings.threads, "padded": settings.padded,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     return Options(**(known | given))
@@ -266,7 +269,7 @@ def run_kernel(
     compiled = translated_kernel(config.ptx, config.kernel_name, logged)
     translated = time.perf_counter()
     trace = Trace() if options.trace else None
-    memory = GlobalMemory(ranges, parameters)
+    memory = GlobalMemory(ranges, parameters, options.padded)
     machine = make_machine(compiled, config, memory, options, observers_of(options, trace))
     others = [
         make_machine(compiled, config, memory, options, (), machine.grid)

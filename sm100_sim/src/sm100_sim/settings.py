@@ -8,6 +8,7 @@
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1, wait-ld, strict or strict-order checks for races and lifetime errors | 0 |
 | SM100_SIM_THREADS | clusters that run at the same time, 1 or more | the cores of the process |
+| SM100_SIM_PADDED | 1: loads may read behind a tensor what PyTorch's allocator rounds it to | 0 |
 | SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
 Arguments of `sm100_sim.launch` override them; `devices` reads SM100_SIM_DEVICE.
@@ -31,6 +32,7 @@ class Settings:
     sanitize: bool | str = False
     cache_directory: str | None = None
     threads: int | None = None
+    padded: bool = False
 
 
 def _integer(environment: Mapping[str, str], name: str, least: int) -> int | None:
@@ -55,6 +57,9 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
             f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1, wait-ld, strict and "
             "strict-order"
         )
+    padded = environment.get("SM100_SIM_PADDED", "0") or "0"
+    if padded not in ("0", "1"):
+        raise ValueError(f"SM100_SIM_PADDED is {padded!r}; accepted are 0 and 1")
     return Settings(
         report=environment.get("SM100_SIM_REPORT") or None,
         clusters=_integer(environment, "SM100_SIM_CLUSTERS", 1),
@@ -62,6 +67,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         sanitize={"0": False, "1": True}.get(sanitize, sanitize),
         cache_directory=_cache_directory(environment),
         threads=_integer(environment, "SM100_SIM_THREADS", 1),
+        padded=padded == "1",
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kernel_text import run_kernel_text
 from tcgen05_operands import (
     descriptor_of,
     issue,
@@ -332,3 +333,50 @@ def test_reserved_bits_of_a_matrix_descriptor_in_a_kernel():
     )
     with pytest.raises(SimulationError, match="bits 53-60"):
         replay(dataclasses.replace(case, ptx=text))
+
+
+#: Two warps: the first allocates and frees 32 columns, the second loads one of them behind that.
+FREED = """
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 32;
+    @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [smem+1024], 32;
+    bar.sync 0;
+    ld.shared.u32 %r2, [smem+1024];
+    mov.u32 %r4, 2097152;
+    selp.b32 %r4, 0, %r4, %p1;
+    add.u32 %r3, %r2, %r4;
+    mov.u32 %r5, 7;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r5};
+    tcgen05.wait::st.sync.aligned;
+    bar.sync 0;
+    @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+    bar.sync 0;
+    @%p1 bra DONE;
+    tcgen05.ACCESS;
+    tcgen05.wait::ld.sync.aligned;
+    st.global.u32 [%rd8], %r5;
+DONE:
+"""
+
+
+def test_loads_of_freed_columns_are_a_finding():
+    out = np.zeros(1, np.uint32)
+    load = FREED.replace("ACCESS", "ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r3]")
+    report = run_kernel_text(load, [out], block=(64, 1, 1))
+    assert out[0] == 7
+    (finding,) = report.findings
+    assert "tcgen05.ld (PTX line " in finding and "reads columns that its CTA has freed" in finding
+    store = FREED.replace("ACCESS", "st.sync.aligned.32x32b.x1.b32 [%r3], {%r5}")
+    with pytest.raises(TmemError, match="columns none are allocated"):
+        run_kernel_text(store, [out], block=(64, 1, 1))
+
+
+def test_columns_that_were_freed_are_known_until_they_are_allocated_again():
+    tmem = Tmem()
+    assert tmem.allocate(128, 1) == 0 and tmem.allocate(64, 1) == 128
+    assert not tmem.reads_freed(0, 32)
+    tmem.deallocate(0, 128, 1)
+    assert tmem.reads_freed(96, 64) and not tmem.reads_freed(128, 64)
+    assert not tmem.reads_freed(160, 64) and not tmem.reads_freed(480, 64)
+    assert tmem.allocate(64, 1) == 0
+    assert not tmem.reads_freed(0, 64) and tmem.reads_freed(64, 32)

@@ -22,16 +22,35 @@ def host_view(address: int, nbytes: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8)
 
 
+#: Sizes to which PyTorch's allocator rounds tensors on a GPU.
+_ROUNDED_TO = 512
+#: Bytes of the smallest page: memory of the process up to its end can be read.
+_PAGE = 4096
+
+
+def _padding(ranges: list[list[int]]) -> list[list[int]]:
+    """Rows of `GlobalMemory.table` for what loads may read behind tensors, none writable."""
+    rows = []
+    for (low, high), (following, _) in zip(ranges, [*ranges[1:], [1 << 64, 0]], strict=True):
+        end = min(high + (low - high) % _ROUNDED_TO, high + -high % _PAGE, following)
+        if end > high:
+            rows.append([high, end, 0])
+    return rows
+
+
 class GlobalMemory:
     """Host memory by address, limited to the ranges of a launch.
 
     ranges: (start, end, name) of every tensor; overlapping ones (views of one storage) are merged.
     parameters: uint8, the kernel's parameter buffer, readable only; it holds TMA descriptors.
     table: uint64 (n, 3), start, end and writability of the merged ranges, ascending and disjoint,
-    as native code reads them.
+    as native code reads them. padded: loads may read what lies behind a tensor up to the size to
+    which PyTorch's allocator rounds it on a GPU.
     """
 
-    def __init__(self, ranges: list[tuple[int, int, str]], parameters: np.ndarray) -> None:
+    def __init__(
+        self, ranges: list[tuple[int, int, str]], parameters: np.ndarray, padded: bool = False
+    ) -> None:
         self.named = sorted(ranges)
         self.parameters = parameters
         merged: list[list[int]] = []
@@ -40,7 +59,10 @@ class GlobalMemory:
                 merged[-1][1] = max(merged[-1][1], high)
             else:
                 merged.append([low, high])
-        self.table = np.array([[low, high, 1] for low, high in merged], np.uint64).reshape(-1, 3)
+        rows = [[low, high, 1] for low, high in merged]
+        if padded:
+            rows = sorted(rows + _padding(merged))
+        self.table = np.array(rows, np.uint64).reshape(-1, 3)
         start = parameters.__array_interface__["data"][0]
         self._parameter_range = (start, start + parameters.nbytes)
         self._starts = [low for low, _ in merged]

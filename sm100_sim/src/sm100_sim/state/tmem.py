@@ -32,22 +32,30 @@ def split_address(address: int) -> tuple[int, int]:
     return lane, column
 
 
+def _blocks(column: int, end: int) -> int:
+    """Blocks of columns [column, end), as bits."""
+    first, last = column // BLOCK, (end - 1) // BLOCK
+    return (2 << last - first) - 1 << first
+
+
 class Tmem:
     """Cells and allocation state of one CTA's tensor memory.
 
     `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
     `open_chains`: warp index -> (first instruction, accumulator chain) that this CTA's warp is
-    issuing (see `isa.tensor.tcgen05`). `record`: what native code sees.
+    issuing (see `isa.tensor.tcgen05`). `record`: what native code sees. `freed`: bit b is set where
+    columns 32 b .. 32 b + 31 were freed and not allocated again.
     """
 
     __slots__ = (
-        "cells", "allocations", "relinquished", "group", "open_chains", "record", "_last",
+        "cells", "allocations", "relinquished", "group", "open_chains", "record", "freed", "_last",
     )  # fmt: skip
 
     def __init__(self, pages: Pages | None = None) -> None:
         self.cells = (pages or Pages()).filled((COLUMNS, LANES), np.uint32, POISON)
         self.record = TensorMemory(self.cells.__array_interface__["data"][0], 0)
         self.allocations: dict[int, int] = {}
+        self.freed = 0
         self.relinquished = False
         self.group: int | None = None
         self.open_chains: dict[int, tuple] = {}
@@ -84,6 +92,7 @@ class Tmem:
         for block in range((COLUMNS - columns) // BLOCK + 1):
             if not self.record.owned & pattern << block:
                 self.record.owned |= pattern << block
+                self.freed &= ~(pattern << block)
                 self.allocations[block * BLOCK] = self._last = columns
                 self.cells[block * BLOCK : block * BLOCK + columns] = POISON
                 return block * BLOCK
@@ -100,7 +109,9 @@ class Tmem:
             )
         self._use_group(group)
         del self.allocations[column]
-        self.record.owned &= ~((1 << columns // BLOCK) - 1 << column // BLOCK)
+        pattern = (1 << columns // BLOCK) - 1 << column // BLOCK
+        self.record.owned &= ~pattern
+        self.freed |= pattern
 
     def relinquish(self, group: int) -> None:
         """Give up the right to allocate."""
@@ -114,10 +125,15 @@ class Tmem:
             raise TmemError(
                 f"{what} touches columns {column} to {end - 1}; TMEM has {COLUMNS} columns"
             )
-        last = (end - 1) // BLOCK
-        pattern = (2 << last - column // BLOCK) - 1 << column // BLOCK
+        pattern = _blocks(column, end)
         if self.record.owned & pattern != pattern:
             raise TmemError(f"{what} touches columns {column} to {end - 1}; {self.describe()}")
+
+    def reads_freed(self, column: int, count: int) -> bool:
+        """Return True if some columns of [column, column + count) were freed and all others are
+        allocated."""
+        pattern = _blocks(column, column + count) if column + count <= COLUMNS else 0
+        return bool(self.freed & pattern) and (self.record.owned | self.freed) & pattern == pattern
 
     def describe(self) -> str:
         """State in words, for reports of hangs."""

@@ -138,13 +138,16 @@ def locator(instruction, address_operand, form: Form):
     counted from the quarter's first: the PTX ISA shows the former only, and DeepGEMM's and cuDNN's
     published kernels rely on the latter.
 
+    A load of columns that its CTA has freed is a finding of the machine: on a GPU they keep their
+    data until another CTA of the SM allocates them and writes.
+
     Lanes that name different addresses are undefined in the PTX ISA and a finding of the machine. A
     GPU takes the address from a uniform register; here it is the first lane's, on which an example
     of NVIDIA's relies (docs/findings.md).
     """
     read = reader(address_operand, 32)
     columns, covered = form.columns, SHAPES[form.shape].lanes
-    name = instruction.opcode
+    name, is_load = instruction.opcode, instruction.opcode.startswith("tcgen05.ld")
     source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
 
     @lru_cache(maxsize=1024)
@@ -173,7 +176,14 @@ def locator(instruction, address_operand, form: Form):
                 "taken"
             )
         found = place(int.from_bytes(first, "little"), warp.index)
-        warp.cta.tmem.check(found[1], columns, name)
+        if is_load and warp.cta.tmem.reads_freed(found[1], columns):
+            warp.cta.cluster.machine.finding(
+                f"{name} (PTX line {instruction.line}{source}) reads columns that its CTA has "
+                "freed: they hold their data until another CTA of the SM allocates them, which "
+                "nothing delays; all loads must be done before tcgen05.dealloc"
+            )
+        else:
+            warp.cta.tmem.check(found[1], columns, name)
         return found
 
     return locate
