@@ -192,14 +192,15 @@ def _float(bits: Int32) -> Float32:
 class ScaledSoftmax(KeySoftmax):
     """Softmax with the scales, NOTE [scales].  Register memory, which lives across loops:
 
-    k_scale: what K's scale of the tile is taken into.  v_scale: (1,) V's of the tile.  key: (1,)
-    this thread's first one in the step after the next, of whose next one `coming` has the scales:
-    K's and V's of each key.
+    stage: (1,) of the buffer that has the rows' scales.  k_scale: (1,) of K of the tile, and what
+    else multiplies all scores.  v_scale: (1,) V's of the tile.  key: (1,) this thread's first one
+    in the step after the next, of whose next one `coming` has the scales: K's and V's of each key.
 
     Of a step alone, with scales of pages, for each of this thread's keys: log2_v of its scale of V,
     weights their reciprocals.
     """
 
+    stage: cute.Tensor
     k_scale: cute.Tensor
     v_scale: cute.Tensor
     key: cute.Tensor
@@ -212,13 +213,11 @@ class ScaledSoftmax(KeySoftmax):
 class KeyScales(SharedByReference):
     """Scales of a kernel's keys and values: NOTE [scales].
 
-    multiply: `multiply(values, factor)` multiplies register values.  key_steps: how far a thread's
-    keys of a step are from its first one.
+    key_steps: how far a thread's keys of a step are from its first one.
     """
 
     problem_class: ProblemClass
     rows: TileRows
-    multiply: Callable[[cute.Tensor, Float32], None]
     key_steps: tuple[int, ...] = (0,)
 
     @property
@@ -226,19 +225,26 @@ class KeyScales(SharedByReference):
         """Return True if scales are those of pages."""
         return self.problem_class.descale == OF_PAGES
 
+    @property
+    def of_tiles(self) -> bool:
+        """Return True if all keys of a tile have the same scales."""
+        return bool(self.problem_class.descale) and not self.of_pages
+
     def softmax_scale(self, context: ForwardContext) -> Float32:
         """Return what the softmax multiplies scores with.  With scales of pages scores are
         exponents of 2 before it has them."""
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
 
     def allocate(self, softmax: Any) -> None:
-        """Allocate the register memory of a `ScaledSoftmax`, but for k_scale."""
+        """Allocate the register memory of a `ScaledSoftmax`."""
         keys = len(self.key_steps)
+        softmax.stage = cute.make_rmem_tensor(1, Int32)
+        softmax.k_scale = cute.make_rmem_tensor(1, Float32)
         softmax.weights = [None] * keys
         if self.of_pages:
             softmax.key = cute.make_rmem_tensor(1, Int32)
             softmax.coming = cute.make_rmem_tensor(2 * keys, Float32)
-        elif self.problem_class.descale:
+        elif self.of_tiles:
             softmax.v_scale = cute.make_rmem_tensor(1, Float32)
             # A tile without steps, whose O is 0, reads it, too.
             softmax.v_scale.fill(1.0)
@@ -252,7 +258,7 @@ class KeyScales(SharedByReference):
         elif cutlass.const_expr(context.k_descale is not None):
             head, batch = work.head // context.heads_per_kv, context.batch(work)
             softmax.v_scale[0] = scale_of(context.v_descale, batch, head)
-            self.multiply(softmax.k_scale, scale_of(context.k_descale, batch, head))
+            softmax.k_scale[0] = softmax.k_scale[0] * scale_of(context.k_descale, batch, head)
 
     def _load_next(self, context: ForwardContext, softmax: Any, work: Any) -> None:
         """The scales of this thread's keys in the next step, loaded a step ahead."""
@@ -293,6 +299,4 @@ class KeyScales(SharedByReference):
 
     def scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
         """Return the factor of a row of O.  inverse: of its sum."""
-        if self.of_pages or not self.problem_class.descale:
-            return inverse
-        return inverse * softmax.v_scale[0]
+        return inverse * softmax.v_scale[0] if self.of_tiles else inverse

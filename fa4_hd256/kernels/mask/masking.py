@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 WORD_BITS = 32
+ALL_BITS = (1 << WORD_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,22 @@ class Visibility:
         if cutlass.const_expr(not self.kind.bounded_right):
             return self.seqlen_k
         return self._clip(row + 1 + self.seqlen_k - self.seqlen_q + self.window_right)
+
+    def rows_that_see(self, key: Int32, first_row: Int32) -> Uint32:
+        """Return a word whose bit i says whether row `first_row` + i sees a key.  Rows past the
+        last one are not told from others."""
+        exists = key < self.seqlen_k
+        if cutlass.const_expr(self.hidden is not None):
+            exists = exists & (key >= self.hidden)
+        if cutlass.const_expr(not (self.kind.bounded_left or self.kind.bounded_right)):
+            return cutlass.select_(exists, Uint32(ALL_BITS), Uint32(0))
+        level, first, limit = key - (self.seqlen_k - self.seqlen_q) - first_row, 0, WORD_BITS
+        if cutlass.const_expr(self.kind.bounded_right):
+            first = level - self.window_right
+        if cutlass.const_expr(self.kind.bounded_left):
+            limit = level + 1 + self.window_left
+        limit = cutlass.select_(exists, Int32(limit), Int32(0))
+        return _bits(first, limit, self.kind.bounded_right)
 
     @property
     def _first_node(self) -> Int32:

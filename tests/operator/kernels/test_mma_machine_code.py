@@ -91,14 +91,9 @@ def test_operands_wait_for_their_scoreboards(name):
     assert hazards(function) == []
 
 
-#: Bytes of stack of a thread that kernels still have, for spills inside their steps. Only lower it.
-SPILLS = {
-    "decode-64": 8,
-    "decode_e4m3-32": 184,
-    "decode_e4m3-64": 120,
-    "decode_nvfp4-32": 64,
-    "decode_nvfp4-64": 112,
-}
+#: Bytes of stack of a thread that kernels still have. Only lower it. decode-64: the address of
+#: shared memory, one uniform register that ptxas keeps there, whatever the budgets.
+SPILLS = {"decode-64": 8}
 
 
 @pytest.mark.parametrize("name", specs())

@@ -43,7 +43,7 @@ from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext
 from .kernel import DecodeKernel, p_layout
 
 #: Columns of tensor memory that are loaded at a time.
-COLUMNS = 32
+COLUMNS = 16
 #: Weight of lo.
 LOW_PART = 2.0**-4
 
@@ -61,6 +61,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     _create = scaled.create
     _tile_state = scaled.tile_state
     _begin_tile = scaled.begin_tile
+    _end_tile = scaled.end_tile
     _load_scores = scaled.load_scores
     _load_half = scaled.load_half
     _weigh = scaled.weigh

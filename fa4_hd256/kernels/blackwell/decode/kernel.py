@@ -445,7 +445,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
             if num_steps > 0:
                 step = Int32(0)
                 key = (tiles.end - 1) * BLOCK_KV + thread
-                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
+                self._begin_tile(context, softmax, (work, key), tile_state)
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
                     rings = self._step(context, (softmax, rings, step), (work, key), True)
                     step += 1
@@ -462,6 +462,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
                         rings = self._step(context, (softmax, rings, step), (work, key), True)
                         step += 1
                         key -= BLOCK_KV
+                tile_state = self._end_tile(context, tile_state)
             inverses = self._finish(context, softmax, work)
             if num_steps > 0:
                 context.barriers["o_done"].wait(rings.o)
@@ -485,9 +486,12 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return NoState()
 
     def _begin_tile(
-        self, context: BlackwellDecodeContext, softmax: Any, work: Any, key: Int32, state: Any
-    ) -> Any:
-        """Start a tile with steps; return its state for the next one.  key: this thread's."""
+        self, context: BlackwellDecodeContext, softmax: Any, place: tuple[Any, Int32], state: Any
+    ) -> None:
+        """Start a tile with steps.  place: (tile, this thread's key)."""
+
+    def _end_tile(self, context: BlackwellDecodeContext, state: Any) -> Any:
+        """End the steps of a tile; return the next one's state."""
         return state
 
     def _number_in_group(self) -> Int32:

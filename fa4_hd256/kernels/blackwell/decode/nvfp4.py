@@ -66,6 +66,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
     _create = scaled.create
     _tile_state = scaled.tile_state
     _begin_tile = scaled.begin_tile
+    _end_tile = scaled.end_tile
     _load_scores = scaled.load_scores
     _load_half = scaled.load_half
     _weigh = scaled.weigh

@@ -80,9 +80,10 @@ class GroupRows(SharedByReference):
         """Scores of rows that do not see this thread's key := -inf.  nodes: of `nodes`."""
         of_query, visibility = self.of_query, context.visibility(work, self.tile.block_kv)
         first_query, queries = self.queries(context, work)
+        # One word, not bounds of each query, which are invariant: the compiler would keep them all.
+        seen = visibility.rows_that_see(key, first_query)
         for query in range(queries):
-            row = first_query + query
-            is_visible = (key >= visibility.first(row)) & (key < visibility.limit(row))
+            is_visible = (seen & (1 << query)) != 0
             if cutlass.const_expr(nodes is not None):
                 is_visible = is_visible & visibility.sees_node(key, nodes[query])
             for number in range(query * of_query, (query + 1) * of_query):

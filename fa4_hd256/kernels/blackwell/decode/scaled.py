@@ -34,7 +34,7 @@ def prepare(kernel: Any, top_exponent: int) -> None:
     """Set what brings rows of Q to their ranges, and scores back.  top_exponent: of `ScaledRows`;
     the kernel has `_store_row`, as `ScaledRows.store`."""
     config = kernel.config
-    kernel.scales = KeyScales(kernel.problem_class, kernel.rows, multiply)
+    kernel.scales = KeyScales(kernel.problem_class, kernel.rows)
     kernel.scaled_rows = ScaledRows(
         kernel.dtype,
         kernel.rows,
@@ -127,8 +127,6 @@ def create(self: Any, context: BlackwellDecodeContext) -> ScaledSoftmax:
     )
     softmax = cast(ScaledSoftmax, created)
     self.scales.allocate(softmax)
-    # Scale of the rows, from S to scores.
-    softmax.k_scale = cute.make_rmem_tensor(rows, Float32)
     return softmax
 
 
@@ -138,15 +136,19 @@ def tile_state(self: Any) -> RingState:
 
 @cute.jit
 def begin_tile(
-    self: Any, context: BlackwellDecodeContext, softmax: Any, work: Any, key: Int32, state: Any
+    self: Any, context: BlackwellDecodeContext, softmax: Any, place: tuple[Any, Int32], state: Any
 ):
-    """The scales of the rows, and those of the tile, or of the first step's keys."""
-    barriers, factors = context.barriers, softmax.k_scale
-    barriers["factors_ready"].wait(state)
-    cute.autovec_copy(context.smem["factors"][None, state.index], factors)
-    barriers["factors_free"].arrive(state)
+    """The buffer of the rows' scales, and the scales of the tile, or of the first step's keys."""
+    context.barriers["factors_ready"].wait(state)
+    softmax.stage[0] = state.index
+    softmax.k_scale[0] = Float32(1.0)
+    self.scales.enter(context, softmax, *place)
+
+
+def end_tile(self: Any, context: BlackwellDecodeContext, state: RingState) -> RingState:
+    """Each step has read the rows' scales."""
+    context.barriers["factors_free"].arrive(state)
     state.advance()
-    self.scales.enter(context, softmax, work, key)
     return state
 
 
@@ -156,7 +158,10 @@ def load_scores(
     """S, brought back: rows by their scales, which K's scale of the tile is among, a key by its
     page's scale."""
     scores = self._load_sum(self._scores(context, buffer))
-    multiply_rows(scores, softmax.k_scale)
+    factors = self._read(context.smem["factors"], softmax.stage[0])
+    if self.scales.of_tiles:
+        multiply(factors, softmax.k_scale[0])
+    multiply_rows(scores, factors)
     if self.scales.of_pages:
         (k_scale,) = self.scales.take(context, softmax, work)
         multiply(scores, k_scale)

@@ -118,13 +118,9 @@ def _scaled_steps(config: DecodeConfig) -> StepTable:
         arrive("q_loaded"),
         arrive("factors_ready"),
     )
-    enter = act(
-        wait("factors_ready"),
-        read("factors", "F"),
-        arrive("factors_free"),
-        when=When.FIRST,
-        is_ahead=True,
-    )
+    # Every step reads the scales of the rows when it has S.
+    enter = act(wait("factors_ready"), when=When.FIRST, is_ahead=True)
+    leave = act(arrive("factors_free"), when=When.LAST, is_ahead=True)
     if config.nvfp4:
         converting = Role(
             "convert",
@@ -142,7 +138,7 @@ def _scaled_steps(config: DecodeConfig) -> StepTable:
     roles = (
         _load(load, wait_all("kv_free")),
         _mma([take, qk, give], [take, *sums, give]),
-        _softmax(enter),
+        _softmax((read("factors", "F"),), (enter,), (leave,)),
         queries,
         converting,
     )
@@ -192,19 +188,23 @@ def _convert(content: str, gathers: bool) -> tuple[Action, ...]:
     )
 
 
-def _softmax(*enter: Act) -> Role:
-    """Return the role.  enter: what it does in a tile's first step before all else."""
+def _softmax(
+    beside: tuple[Action, ...] = (), enter: tuple[Act, ...] = (), leave: tuple[Act, ...] = ()
+) -> Role:
+    """Return the role.  beside: what it reads with each S.  enter, leave: what it does in a tile's
+    first step before all else, and in the last behind P."""
     results = [f"O{half}" for half in HALVES]
     return Role(
         "softmax",
         (
             *enter,
-            act(wait("s_done"), read("s", "S"), is_ahead=True),
+            act(wait("s_done"), read("s", "S"), *beside, is_ahead=True),
             # The edge of the tile before, which has been waited for; without one this does not
             # block.
             act(again("o_done"), when=When.FIRST, is_ahead=True),
             act(wait("o_done"), *(change("o", name) for name in results), when=When.NOT_LAST),
             act(write("p", "P"), arrive("p_done"), is_ahead=True),
+            *leave,
             act(wait("o_done"), *(read("o", name) for name in results), when=When.LAST),
         ),
     )

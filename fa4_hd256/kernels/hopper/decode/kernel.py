@@ -121,7 +121,7 @@ class DecodeE4m3Kernel(HopperForward):
         self.softmax_threads = self.softmax_warps * WARP_SIZE
         self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)
         self.tile_queries, self.load_keys = self.rows.queries, BLOCK_KV
-        self.scales = KeyScales(problem_class, self.rows, _multiply_all, KEY_STEPS)
+        self.scales = KeyScales(problem_class, self.rows, KEY_STEPS)
         # How Q comes to f16.
         self.scaled_rows = ScaledRows(
             self.dtype,
@@ -380,8 +380,6 @@ class DecodeE4m3Kernel(HopperForward):
         of_part = BLOCK_KV // parts
         softmax.values = [[self.pv.a_fragment(of_part) for _ in range(2)] for _ in range(parts)]
         softmax.o = [self.pv.accumulator() for _ in range(2)]
-        softmax.stage = cute.make_rmem_tensor(1, Int32)
-        softmax.k_scale = cute.make_rmem_tensor(1, Float32)
         return softmax
 
     def _row(self, number: int) -> Int32:
