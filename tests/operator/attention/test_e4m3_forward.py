@@ -306,7 +306,7 @@ def test_flash_attention_3(names, device):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled
+@pytest.mark.sampled("1")
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architecture, device):
     if device == "cpu":
         monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:3")
