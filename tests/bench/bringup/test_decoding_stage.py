@@ -34,6 +34,18 @@ def test_every_tenth_call_and_the_last_are_compared(wrong, state, text):
     assert outcome.state == state and text in outcome.text, outcome
 
 
+@pytest.mark.parametrize(("late", "state"), [(1.0, "not measured"), (2.0, "failed")])
+def test_what_ends_early_settles_nothing(monkeypatch, late, state):
+    """One call is made, and the clock passes the limit."""
+    monkeypatch.setattr(decoding.time, "monotonic", itertools.count(0.0, 200.0).__next__)
+    notes = []
+    outcome = decoding.repeated(
+        lambda: (torch.full((2,), late),), (torch.ones(2),), 25, notes.append
+    )
+    assert outcome.state == state and outcome.values["calls"] == 1, outcome
+    assert notes == ["call 0 of 25, 200.0 s"]
+
+
 def test_times_are_told_by_rows():
     outcome = decoding.judged_rows({"16": 1e-3, "32": 1.1e-3, "64": 2e-3})
     assert outcome.values == {"of 16 rows": 1.0, "of 32 rows": 1.1, "of 64 rows": 2.0}
