@@ -77,9 +77,10 @@ def test_nvidias_gemm(run):
 def test_nvidias_gemm_that_frees_tensor_memory_in_use(monkeypatch, capsys):
     pytest.importorskip("cutlass.operators")
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    assert run_script([str(EXAMPLES / "nvidia_gemm.py"), "TgvGemmOperator"]) == 1
-    shown = capsys.readouterr()
-    assert "1. freed-in-use in tensor memory" in shown.out and "TmemError" in shown.err
+    run_script([str(EXAMPLES / "nvidia_gemm.py"), "TgvGemmOperator"])
+    shown = capsys.readouterr().out
+    assert "max error 0.0e+00" in shown and "freed-in-use in tensor memory" in shown
+    assert "reads columns that its CTA has freed" in shown
 
 
 @pytest.fixture
