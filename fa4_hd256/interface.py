@@ -43,10 +43,12 @@ from .kernels.problem_class import DESCALES
 from .kernels.rows.sequences import DS_BEGINS, TREE_WORDS
 from .mask_mods import MaskMod
 from .masks import as_tile_mask
+from .ops import mxfp8
 from .ops.autograd import attend_with_gradients, listed_tiles_of
 from .ops.functional import attend_under_transforms
 from .ops.operators import OUT, forward, forward_max_logits, forward_out
 from .packed_row import packed_row
+from .quantize.mxfp8 import Mxfp8Gradients
 from .run.forward import plan_call
 from .score_mods import ScoreMod
 
@@ -78,6 +80,7 @@ def flash_attn_func(
     mask_mod: MaskMod | None = None,
     return_max_logits: bool = False,
     out_gate: torch.Tensor | None = None,
+    mxfp8_gradients: Mxfp8Gradients | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -124,7 +127,9 @@ def flash_attn_func(
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
     q_descale, k_descale, v_descale: scales of q, of k and of v in float8_e4m3fn, float32: one
         value, or (batch, heads_kv), that of q too; or of blocks, in float8_e8m0fnu (mxfp8). All or
-        none of those that are in this dtype. There are no gradients (docs/serving.md).
+        none of those that are in this dtype. There are no gradients (docs/serving.md) but of mxfp8:
+    mxfp8_gradients: of `quantize.quantize_mxfp8_training`; gradients flow to the tensors that it
+        quantized, and out has their dtype (docs/training.md).
     score_mod: changes scores, softmax_scale * q k, before the mask: ALiBi, or one of the
         user's (`fa4_hd256.score_mods`, docs/masks.md); lse is of what it returns.
     return_max_logits: also return the greatest logit of each head, for QK-clip (MuonClip): (heads,)
@@ -165,6 +170,9 @@ def flash_attn_func(
     if others:
         tensors = (*ForwardTensors(*inputs, **others), out)
     form = learnable_sink is None, out_gate is None, *others
+    if mxfp8_gradients is not None:
+        results = out, return_lse, return_max_logits
+        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, results)
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -204,6 +212,7 @@ def flash_attn_varlen_func(
     backward_metadata: BackwardMetadata | None = None,
     return_max_logits: bool = False,
     out_gate: torch.Tensor | None = None,
+    mxfp8_gradients: Mxfp8Gradients | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -240,6 +249,7 @@ def flash_attn_varlen_func(
     q_descale, k_descale, v_descale: as of `flash_attn_func`; with page_table and without q_descale
         also (pages, heads_kv).
     out_gate: as of `flash_attn_func`; shaped like q, or like q without its last dimension.
+    mxfp8_gradients: as of `flash_attn_func`.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse), and max_logits at the end as `flash_attn_func` does; lse:
@@ -252,13 +262,14 @@ def flash_attn_varlen_func(
     if is_autocasting():
         q, k, v, out_gate = autocast(q, k, v, out_gate, fixed=out)
     if block_mask is not None or mask_mod is not None:
-        apart = {
+        apart: dict[str, Any] = {
             "seqused_q": seqused_q,
             "seqused_k": seqused_k,
             "page_table": page_table,
             "scheduler_metadata": scheduler_metadata,
             "tree_mask": tree_mask,
             "backward_metadata": backward_metadata,
+            "mxfp8_gradients": mxfp8_gradients,
         }
         functions = block_mask, mask_mod, score_mod
         if out is not None:
@@ -293,7 +304,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     inputs, results = (q, k, v, learnable_sink, out_gate), (out, return_lse, return_max_logits)
-    return attend_sequences(inputs, sequences, others, arguments, results)
+    return attend_sequences(inputs, sequences, others, arguments, results, mxfp8_gradients)
 
 
 def attend_sequences(
@@ -302,6 +313,7 @@ def attend_sequences(
     others: dict[str, torch.Tensor],
     arguments: tuple[Any, ...],
     results: tuple[Any, bool, bool],
+    mxfp8_gradients: Mxfp8Gradients | None = None,
 ) -> Any:
     """Return the results of `flash_attn_varlen_func`.
 
@@ -321,6 +333,8 @@ def attend_sequences(
     mark = None if metadata is None or is_intercepted() else marked(metadata)
     is_missing = [tensor is None for tensor in sequences]
     form = inputs[3] is None, inputs[4] is None, *is_missing, offsets_k is offsets_q, mark, *others
+    if mxfp8_gradients is not None:
+        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, results)
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -442,6 +456,31 @@ def _find_and_run(
     if return_max_logits:
         return results if return_lse else results[::2]
     return results if return_lse else results[0]
+
+
+def _attend_mxfp8(
+    given: Mxfp8Gradients,
+    tensors: Sequence[Any],
+    arguments: tuple[Any, ...],
+    form: tuple[Any, ...],
+    results: tuple[Any, bool, bool],
+) -> Any:
+    """Return the results of a public function with mxfp8_gradients. tensors, arguments, form: as of
+    `_find_and_run`. results: out, return_lse, return_max_logits."""
+    *inputs, _ = tensors
+    names = "out", "return_lse", "return_max_logits"
+    refused = [name for name, value in zip(names, results) if name != names[1] and value is not None
+               and value is not False]  # fmt: skip
+
+    said = Call(*arguments)
+    arguments = tuple(said._replace(backward_config=None))
+
+    def run(out: torch.Tensor) -> Any:
+        return _find_and_run((*inputs, out), arguments, form, True, False)[1]
+
+    call = mxfp8.described_call(given, ForwardTensors(*inputs), said, run, refused)
+    out, lse = mxfp8.attend(call)
+    return (out, lse) if results[1] else out
 
 
 def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) -> None:

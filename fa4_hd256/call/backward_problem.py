@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, replace
 
 from ..gpus.devices import Gpu
+from ..kernels.backward import mxfp8_ds
 from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import GradientClass
+from ..kernels.problem_class import OF_BLOCKS, GradientClass
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.backward_preprocess import PreprocessClass
 from .checks import check_gradients
@@ -125,7 +126,17 @@ class BackwardProblem:
     @property
     def kernels(self) -> BackwardSet:
         """Return the kernels of the architecture."""
-        return self.forward.kernels.backward_set()
+        return self.forward.kernels.backward_set(self.is_mxfp8)
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """Return True if operands, and dS, are in mxfp8."""
+        return self.forward.descale == OF_BLOCKS
+
+    @property
+    def tile_elements(self) -> int:
+        """Return the elements of 16 bits that a tile of dS takes."""
+        return mxfp8_ds.TILE_ELEMENTS if self.is_mxfp8 else DS_TILE_ELEMENTS
 
     @property
     def ds_shape(self) -> tuple[int, int, int, int]:
@@ -141,7 +152,7 @@ class BackwardProblem:
         elif forward.ragged:
             packed = self.k_shape[1] if "cu_seqlens_k" in forward.ragged else None
             units = ds_units(longest, window, forward.sequences, packed)
-        return forward.q_shape[2], *units, DS_TILE_ELEMENTS
+        return forward.q_shape[2], *units, self.tile_elements
 
     def of_listed(self, tiles: int) -> int:
         """Return how many of so many tiles of a query head may be listed under a block mask."""

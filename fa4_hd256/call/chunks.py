@@ -19,7 +19,6 @@ from ..gpus.devices import Gpu
 from ..kernels.backward.ds_tiles import (
     BLOCK_TILES,
     DS_BLOCK,
-    DS_TILE_ELEMENTS,
     count_blocks,
     count_tiles,
 )
@@ -28,9 +27,6 @@ from ..kernels.rows.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled
-
-#: Of a block of dS.
-_BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
     their heads stay together."""
     heads = problem.group if problem.copies > 1 else 1
     tiles = problem.of_listed(count_tiles((DS_BLOCK, problem.k_shape[1]), (None, None)))
-    return heads, heads * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize
+    return heads, heads * tiles * problem.tile_elements * problem.forward.dtype.itemsize
 
 
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> BackwardDivision:
@@ -243,7 +239,7 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
     if not count:
         return []
     # As many of the least memory, so that none is a rest.
-    each = problem.group * _BLOCK_ELEMENTS * problem.forward.dtype.itemsize
+    each = problem.group * BLOCK_TILES**2 * problem.tile_elements * problem.forward.dtype.itemsize
     bounds = range(each, ds_bytes + 1, each)
     least = bisect.bisect_left(
         bounds, True, key=lambda bound: 0 < len(_ends_of_ranges(problem, bound)) <= count
@@ -279,7 +275,7 @@ def _bytes_of_range(problem: BackwardProblem, queries: range) -> int:
     if not keys:
         return 0
     tiles = count_tiles((len(queries), len(keys)), _window_of(problem, queries, keys))
-    return problem.group * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize
+    return problem.group * tiles * problem.tile_elements * problem.forward.dtype.itemsize
 
 
 def _window_of(

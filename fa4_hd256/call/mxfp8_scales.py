@@ -17,6 +17,8 @@ from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE,
 
 #: E8M0, or its bytes.
 SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
+#: Scales of v for the forward, and for gradients of q, k and dout, whose blocks are of rows.
+OF_ROWS = (DESCALES[2], "q_rows_descale", "k_rows_descale", "dout_rows_descale")
 _ROW_SCALES = HEAD_DIM // SCALE_BLOCK
 _APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS)
 
@@ -43,7 +45,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Ten
                 f"{' or '.join(map(str, SCALE_DTYPES))}, like those"
             )
         packed = f"cu_seqlens_{'q' if rows_of is q else 'k'}" in given
-        _check_shape(name, tuple(scale.shape), rows_of, packed)
+        check_shape(name, tuple(scale.shape), rows_of, packed)
 
 
 def refuse_new_rows(descale: str) -> None:
@@ -56,19 +58,19 @@ def refuse_new_rows(descale: str) -> None:
         )
 
 
-def _check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed: bool) -> None:
+def check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed: bool) -> None:
     """Raise ValueError for another shape than that of a tensor's scales: (batch, heads, rows,
     blocks), with whole atoms; packed sequences, each of whole atoms, have no batch."""
     batch, rows, heads, _ = tensor.shape
     tiles = -(-rows // ATOM_ROWS)
     outer, along = ((heads,), 1) if packed else ((batch, heads), 2)
-    if name == DESCALES[2]:
+    if name in OF_ROWS:
         accepted, found = (*outer, HEAD_DIM, 4 * tiles), shape[along + 1 :]
         wide = shape[:along] == outer and shape[along : along + 1] == (HEAD_DIM,)
     else:
         accepted, found = (*outer, ATOM_ROWS * tiles, _ROW_SCALES), shape[along : along + 1]
         wide = shape[:along] == outer and shape[along + 1 :] == (_ROW_SCALES,)
-    unit = accepted[-1] // tiles if name == DESCALES[2] else ATOM_ROWS
+    unit = accepted[-1] // tiles if name in OF_ROWS else ATOM_ROWS
     more = packed and wide and len(shape) == 3 and found[0] % unit == 0
     if shape == accepted or more and found[0] >= unit * tiles:
         return
@@ -97,15 +99,15 @@ def check_packed(given: Mapping[str, torch.Tensor]) -> None:
 
 def words_of(view: Any, name: str) -> Any:
     """Return the view (batch, heads, tiles, 2, 128) of words of contiguous scales. name: of the
-    argument that they are. The halves of the head's columns are outermost in v of dense calls
-    alone."""
+    argument that they are. The halves of the head's columns are outermost in dense calls where
+    blocks are of rows: of v, and of what gradients reduce over rows."""
     *outer, rows, blocks = view.shape
     heads = outer[-1]
     batch, tiles = (outer[0] if len(outer) == 2 else 1), rows * blocks // (ATOMS * ATOM_BYTES)
     words = view.as_strided((view.numel(),), (1,)).view(torch.int32)
     atom = ATOM_BYTES // FLOAT_BYTES
     of_half, of_tile = atom, ATOMS * atom
-    if name == DESCALES[2] and len(outer) == 2:
+    if name in OF_ROWS and len(outer) == 2:
         of_half, of_tile = batch * heads * tiles * atom, atom
     strides = heads * tiles * of_tile, tiles * of_tile, of_tile, of_half, 1
     return words.as_strided((batch, heads, tiles, ATOMS, atom), strides)

@@ -96,10 +96,11 @@ class KernelSet:
     sequence; gpu: its rows of the tuning table; paged: keys lie in pages. forwards: what the host
     must know of the tiles that calls may get of the forward, for every dtype of K and V, in the
     order in which they are preferred; none likewise. backward: the same of the backward, None
-    likewise. counts_tiles: the dynamic scheduler takes a counter in
-    global memory. combine: which configurations the combining kernel gets. gathering: a
-    function that returns a forward's configuration for pages of any size, from another; None where
-    every configuration takes them. gathered_keys: the `forward.keys.KeySource` of these pages.
+    likewise; mxfp8_backward, mxfp8_backward_config: the same with scales of blocks. counts_tiles:
+    the dynamic scheduler takes a counter in global memory. combine: which configurations the
+    combining kernel gets. gathering: a function that returns a forward's configuration for pages of
+    any size, from another; None where every configuration takes them. gathered_keys: the
+    `forward.keys.KeySource` of these pages.
     """
 
     architecture: Architecture
@@ -111,6 +112,8 @@ class KernelSet:
     tuned: Any = None
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
+    mxfp8_backward: BackwardSet | None = None
+    mxfp8_backward_config: str | None = None
     counts_tiles: bool = False
     combine: CombineRule = CombineRule()
     gathering: Any = None
@@ -121,7 +124,8 @@ class KernelSet:
         return self._class(self.classes.get(kind), f"kernel {kind}")
 
     def config(self, direction: str) -> Any:
-        """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
+        """The class of a direction's configurations, "forward", "backward" or "mxfp8_backward".
+        Raises as `kernel`.
 
         That of the forward has `tiles`, that of the backward `ds_bytes` and `of_kernel(kind)`.
         """
@@ -181,11 +185,13 @@ class KernelSet:
             )
         return tiles
 
-    def backward_set(self) -> BackwardSet:
-        """Return `backward`. Raises NotImplementedError where there is none."""
-        if self.backward is None:
-            raise self._missing("backward")
-        return self.backward
+    def backward_set(self, is_mxfp8: bool = False) -> BackwardSet:
+        """Return `backward`, or `mxfp8_backward`. Raises NotImplementedError where there is
+        none."""
+        found = self.mxfp8_backward if is_mxfp8 else self.backward
+        if found is None:
+            raise self._missing("backward in mxfp8" if is_mxfp8 else "backward")
+        return found
 
     def _class(self, place: str | None, what: str) -> Any:
         if place is None:

@@ -18,6 +18,9 @@ atom of a token s and a column d of the head is number ::
     V                  d // 128 * batch * heads * T + l * T + s // 128
     V, packed          (h * T + s // 128) * 2 + d // 128
 
+For gradients Q, K and dO are quantized a second time with blocks along the sequence, and V with
+blocks along the columns. Scales lie as those of V in the first case, as those of Q in the second.
+
 Packed sequences have atoms of their own: T is the sum of ceil(length / 128) over all of them, and
 s counts from 128 times that sum over the sequences before.  The shapes of scales are (batch,
 heads, 128 T, 8) and for V (batch, heads, 256, 4 T), without batch where packed; they say how many
@@ -33,6 +36,8 @@ import torch
 from ..kernels.block_scales import ATOM_BLOCKS, ATOM_ROWS, SCALE_BLOCK
 from ..kernels.limits import HEAD_DIM
 
+#: Dtypes of tensors that gradients flow to.
+_HALVES = torch.bfloat16, torch.float16
 #: The largest e4m3 is 448 = 0.875 * 2^9; E8M0 is an exponent with this bias.
 LARGEST, SIGNIFICAND, EXPONENT, BIAS = 448.0, 0.875, 9, 127
 
@@ -46,6 +51,36 @@ class Mxfp8(NamedTuple):
     q_descale: torch.Tensor
     k_descale: torch.Tensor
     v_descale: torch.Tensor
+
+
+class Mxfp8Gradients(NamedTuple):
+    """Operands of the gradients of a call in mxfp8, beside its own.
+
+    q, k, v: the tensors of 16 bits that were quantized, to which gradients flow. v_columns: v with
+    blocks along the head's columns; q_rows, k_rows: q and k with blocks along the sequence.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    v_columns: torch.Tensor
+    q_rows: torch.Tensor
+    k_rows: torch.Tensor
+    v_columns_descale: torch.Tensor
+    q_rows_descale: torch.Tensor
+    k_rows_descale: torch.Tensor
+
+
+class Mxfp8Training(NamedTuple):
+    """`Mxfp8`, with what gradients take."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    mxfp8_gradients: Mxfp8Gradients
 
 
 def quantize_mxfp8(
@@ -64,13 +99,45 @@ def quantize_mxfp8(
     Raises ValueError for another shape, TypeError for a dtype that is not floating.
     """
     found = [
-        _quantized(name, tensor, offsets)
+        quantized(name, tensor, offsets, along_rows=name == "v")
         for name, tensor, offsets in (
             ("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k),
         )
     ]  # fmt: skip
     codes, scales = zip(*found, strict=True)
     return Mxfp8(*codes, *scales)
+
+
+def quantize_mxfp8_training(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> Mxfp8Training:
+    """Quantize q, k and v to mxfp8 for a call whose gradients flow to them (docs/training.md).
+
+    q, k, v: as of `quantize_mxfp8`, all bfloat16 or all float16. The gradient of the result is
+    quantized in the backward.
+
+    Raises as `quantize_mxfp8` does, and TypeError for other dtypes.
+    """
+    if len({q.dtype, k.dtype, v.dtype} | set(_HALVES)) > len(_HALVES) or not (
+        q.dtype == k.dtype == v.dtype
+    ):
+        raise TypeError(
+            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; accepted: all "
+            "torch.bfloat16 or all torch.float16, which their gradients have, too"
+        )
+    with torch.no_grad():
+        forward = quantize_mxfp8(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        found = [
+            quantized("v", v, cu_seqlens_k),
+            quantized("q", q, cu_seqlens_q, along_rows=True),
+            quantized("k", k, cu_seqlens_k, along_rows=True),
+        ]
+    codes, scales = zip(*found, strict=True)
+    return Mxfp8Training(*forward, Mxfp8Gradients(q, k, v, *codes, *scales))
 
 
 def dequantize_mxfp8(
@@ -95,10 +162,11 @@ def dequantize_mxfp8(
     return _unpadded(scaled, rows, codes)
 
 
-def _quantized(
-    name: str, tensor: torch.Tensor, offsets: torch.Tensor | None
+def quantized(
+    name: str, tensor: torch.Tensor, offsets: torch.Tensor | None, along_rows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes, scales in atoms) of one tensor."""
+    """Return (codes, scales in atoms) of one tensor.  along_rows: blocks are of 32 rows, not of 32
+    columns. Raises as `quantize_mxfp8` does."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: a floating one")
     dimensions = 4 if offsets is None else 3
@@ -108,9 +176,9 @@ def _quantized(
             "(total, heads, 256) with cu_seqlens"
         )
     padded, rows = _padded(tensor.float(), offsets)
-    # Blocks last: columns of Q and K, keys of V.
+    # Blocks last.
     along = padded.transpose(1, 2)
-    along = along.transpose(2, 3) if name == "v" else along
+    along = along.transpose(2, 3) if along_rows else along
     blocks = along.unflatten(-1, (-1, SCALE_BLOCK))
     exponents = _exponents(blocks)
     # 2^-(exponent) in two steps: one of 2^127 and more is beyond float32.
@@ -118,9 +186,9 @@ def _quantized(
     scaled = torch.ldexp(torch.ldexp(blocks, -halves[..., None]), (halves - exponents)[..., None])
     scaled = scaled.masked_fill(~blocks.isfinite(), float("nan"))
     codes = scaled.to(torch.float8_e4m3fn).flatten(-2)
-    codes = (codes.transpose(2, 3) if name == "v" else codes).transpose(1, 2)
+    codes = (codes.transpose(2, 3) if along_rows else codes).transpose(1, 2)
     scales = (exponents + BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return _unpadded(codes, rows, tensor).contiguous(), _to_atoms(scales, name == "v", offsets)
+    return _unpadded(codes, rows, tensor).contiguous(), _to_atoms(scales, along_rows, offsets)
 
 
 def _exponents(blocks: torch.Tensor) -> torch.Tensor:

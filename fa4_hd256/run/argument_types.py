@@ -34,6 +34,8 @@ NOTE [arguments of the backward].
     q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
     lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
+                  in mxfp8 instead MXFP8_GRADIENT_OPERANDS, (.., 128) of a 16-bit type, two codes in
+                  each, then their scales, (batch, heads, tiles, 2, 128) int32
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
     dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
@@ -66,6 +68,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from ..kernels.block_scales import MXFP8_GRADIENT_OPERANDS
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
@@ -255,6 +258,12 @@ def gradient_compile_arguments(
     problem = problem_class.problem
     element = problem.element_type
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
+    if problem.descale == OF_BLOCKS:
+        codes, scales = (element, 4), (cutlass.Int32, SCALE_RANK)
+        types = (codes, scales)
+        operands = tuple(
+            tensor_type(*form, TMA_ALIGNMENT) for form in types for _ in MXFP8_GRADIENT_OPERANDS
+        )
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
     made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)

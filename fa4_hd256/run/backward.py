@@ -151,7 +151,7 @@ def plan_backward(
     has_batch = {name: getattr(tensors, name).ndim == views[name].ndim for name in "qkv"}
     chosen = work.config, gpu_of(device)
     made = add_division(builder, division, (work.computed, has_batch), views, chosen)
-    return builder.plan(*_results(builder, work, made, views))
+    return builder.plan(*results_of(builder, work.wanted, made, views))
 
 
 def add_division(
@@ -165,7 +165,7 @@ def add_division(
     that kernels make, and whether those of q, k and v have the batch of packed sequences. views: as
     of `BackwardWork.views`. chosen: configuration and GPU."""
     problem, (wanted, has_batch) = division.problem, results
-    made = _memory(builder, division, wanted, has_batch)
+    made = memory_of(builder, division, wanted, has_batch)
     operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
     if not problem.has_no_queries:
         gates: tuple[View, ...] = ()
@@ -184,7 +184,7 @@ def add_division(
         if gates:
             operands["dout"] = made[DO]
     if not problem.has_no_queries and not problem.has_no_keys:
-        _add_gradients(builder, division, chosen, (operands, views, made))
+        add_gradients(builder, division, chosen, (operands, views, made))
     return made
 
 
@@ -213,7 +213,7 @@ def smaller_plan(
 # ---------------------------------------------------------------- memory
 
 
-def _memory(
+def memory_of(
     builder: PlanBuilder, division: BackwardDivision, wanted: Wanted, has_batch: Mapping[str, bool]
 ) -> dict[str, View]:
     """All that a backward needs beside its arguments, by name. has_batch: of q, k and v, as users
@@ -302,13 +302,14 @@ def add_preprocess(
     builder.launch(preprocess_spec(problem), arguments)
 
 
-def _add_gradients(
+def add_gradients(
     builder: PlanBuilder,
     division: BackwardDivision,
     chosen: tuple[Any, Gpu],
     tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
 ) -> None:
-    """Fill the gradients. tensors: operands, all views of the call, what is made."""
+    """Fill the gradients. tensors: operands in the order of `GradientTensors`, all views of the
+    call, what is made (`memory_of`)."""
     (config, gpu), (operands, views, made) = chosen, tensors
     whole = division.problem
     specs = backward_specs(whole, config)
@@ -316,7 +317,7 @@ def _add_gradients(
     ragged = tuple(views[name] for name in whole.forward.ragged)
     of_functions = tuple(builder.dense(views[name]) for name in whole.forward.function_tensors)
     given = GradientTensors(
-        (operands["q"], operands["k"], operands["v"], operands["dout"]),
+        tuple(operands.values()),
         made[STATS],
         (),
         ragged,
@@ -425,15 +426,14 @@ def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
     builder.operate("add parts", (total.name, part.name), add)
 
 
-def _results(
-    builder: PlanBuilder, work: BackwardWork, made: Mapping[str, View], views: Mapping[str, View]
+def results_of(
+    builder: PlanBuilder, wanted: Wanted, made: Mapping[str, View], views: Mapping[str, View]
 ) -> tuple[View | None, ...]:
-    """Return (dq, dk, dv, dsink, dgate) from what the kernels wrote; None for those not
-    requested."""
-    wanted = work.wanted
+    """Return (dq, dk, dv, dsink, dgate) from what the kernels wrote, those of k and v typed like q;
+    None for those not requested."""
     dk = dv = dsink = None
     if wanted.dkdv:
-        dk, dv = (_rounded(builder, made[name], work.problem.forward.dtype) for name in OF_KEYS)
+        dk, dv = (_rounded(builder, made[name], views["dout"].dtype) for name in OF_KEYS)
     if wanted.dsink and "sink" in views:
         sink = views["sink"]
         dsink = View.contiguous("dsink", sink.shape, sink.dtype)

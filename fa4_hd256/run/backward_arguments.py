@@ -10,10 +10,11 @@ from typing import Any
 from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
+from ..kernels.block_scales import ATOM_ROWS, MXFP8_GRADIENT_OPERANDS
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.rows.sequences import PADDING
 from ..kernels.small.backward_preprocess import PreprocessRows
-from .argument_types import WORD
+from .argument_types import SCALE_RANK, WORD
 from .arguments import STREAM, aligned_view, call_scalars, gate_value, ragged_values
 
 
@@ -80,11 +81,12 @@ def _row_values(tensor: Any) -> Any:
 class GradientTensors:
     """Views of the tensors of one call of a kernel that makes gradients.
 
-    operands: q, k, v, dout. results: in the order of the kernel (`kernel_set.BackwardKernel`).
+    operands: q, k, v, dout; in mxfp8 the codes, then the scales of `MXFP8_GRADIENT_OPERANDS`.
+    results: in the order of the kernel (`kernel_set.BackwardKernel`).
     ds: None where it is not stored. of_functions: what functions of the call read.
     """
 
-    operands: tuple[Any, Any, Any, Any]
+    operands: tuple[Any, ...]
     stats: Any
     results: tuple[Any, ...]
     ragged: tuple[Any, ...] = ()
@@ -94,7 +96,7 @@ class GradientTensors:
     def of(self, chunk: Chunk, names: tuple[str, ...]) -> GradientTensors:
         """Views of what belongs to a chunk but for its lists; its dS is the start of a
         one-dimensional `ds`. names: of the results."""
-        q, k, v, dout = self.operands
+        q, k = self.operands[:2]
         heads_kv, entries = k.shape[2], chunk.problem.forward.q_shape[0]
 
         def part(tensor: Any, heads: range, each: int, rows: range) -> Any:
@@ -111,6 +113,24 @@ class GradientTensors:
             """Narrow a tensor with as many heads for each key/value head."""
             return part(tensor, chunk.heads_kv, tensor.shape[2] // heads_kv, chunk.keys)
 
+        def scales_of(tensor: Any, like: Any, heads: range, rows: range) -> Any:
+            """Narrow scales of blocks, (batch, heads, tiles of rows, ..), of such an operand."""
+            tensor = _narrowed(tensor, 1, heads)
+            if entries < q.shape[0]:
+                tensor = _narrowed(tensor, 0, chunk.sequences)
+            if len(rows) == like.shape[1]:
+                return tensor
+            tiles = range(rows.start // ATOM_ROWS, -(-rows.stop // ATOM_ROWS))
+            return _narrowed(tensor, 2, tiles)
+
+        operands = []
+        for number, tensor in enumerate(self.operands):
+            is_of_queries = number % len(MXFP8_GRADIENT_OPERANDS) not in _OF_KEYS
+            if tensor.ndim == SCALE_RANK:
+                sides = (q, chunk.heads, chunk.queries), (k, chunk.heads_kv, chunk.keys)
+                operands.append(scales_of(tensor, *sides[not is_of_queries]))
+            else:
+                operands.append((of_queries if is_of_queries else of_keys)(tensor))
         stats = _narrowed(self.stats, 1, chunk.heads)
         if entries < q.shape[0] or len(chunk.queries) < q.shape[1]:
             of_sequence = padded_rows(q.shape[1], 1, packed=False)
@@ -118,7 +138,7 @@ class GradientTensors:
             count = padded_rows(len(chunk.queries), entries, packed=False)
             stats = _narrowed(stats, 2, range(begin, begin + count))
         return GradientTensors(
-            (of_queries(q), of_keys(k), of_keys(v), of_queries(dout)),
+            tuple(operands),
             stats,
             tuple(
                 of_queries(tensor) if name == "dq" else of_keys(tensor)
@@ -130,6 +150,8 @@ class GradientTensors:
         )
 
 
+#: Places of k, v and k_t among `MXFP8_GRADIENT_OPERANDS`.
+_OF_KEYS = tuple(i for i, name in enumerate(MXFP8_GRADIENT_OPERANDS) if name[0] in "kv")
 #: Of the lists of a block mask, (1 or batch, 1 or heads, ...); no other ragged tensor has it.
 TABLE_RANK = 5
 

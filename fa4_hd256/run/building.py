@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels.kernel_set import kinds
-from ..kernels.problem_class import ProblemClass
+from ..kernels.problem_class import OF_BLOCKS, ProblemClass
 from .catalogue import KINDS, KernelSpec
 
 
@@ -107,7 +107,8 @@ def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     from .argument_types import gradient_compile_arguments
 
-    backward, problem_class = spec.kernels.backward_set(), spec.problem_class.problem
+    problem_class = spec.problem_class.problem
+    backward = spec.kernels.backward_set(problem_class.descale == OF_BLOCKS)
     kernel = _tile_kernel(spec, problem_class, backward.cluster)
     row = backward.kernel(spec.kind)
     return kernel, gradient_compile_arguments(

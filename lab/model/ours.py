@@ -21,6 +21,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.mxfp8_scales import words_of
 from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.check.single_kernels import empty_results, empty_stats, launch_values
+from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.e4m3_config import E4M3_TILES
@@ -28,8 +29,9 @@ from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_TILES
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.kernel_set import MXFP8
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.problem_class import DESCALES
+from fa4_hd256.kernels.problem_class import DESCALES, E4M3, OF_BLOCKS
 from fa4_hd256.quantize import quantize_mxfp8
+from fa4_hd256.quantize.mxfp8 import quantized
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.bug_report import versions
@@ -92,7 +94,7 @@ class Variant:
 
     kind: Kind
     use_clc: bool = False
-    config: ForwardConfig | BackwardConfig | None = None
+    config: ForwardConfig | BackwardConfig | Mxfp8BackwardConfig | None = None
     samples: Samples | None = None
     split_rows: int | None = None
     kernel: str = FORWARD
@@ -267,6 +269,8 @@ class Ours(OurProvider):
         )
         paths: dict[str, Paths] = {}
         config: Any = variant.config or BackwardConfig()
+        if isinstance(config, Mxfp8BackwardConfig):
+            tiling = replace(tiling, element_bytes=1)
         return Backward(self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths)
 
 
@@ -385,6 +389,10 @@ def backward_call(
     (q, k, *_), which = tensors, variant.kernel
     name, head_parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
     keeps = name in ("dv", "products")
+    config: Any = variant.config or BackwardConfig()
+    if isinstance(config, Mxfp8BackwardConfig):
+        name, tensors = f"{name}_mxfp8", in_mxfp8(tensors)
+        forward = replace(forward, q_dtype=E4M3, kv_dtype=E4M3, descale=OF_BLOCKS)
     problem = BackwardProblem(forward, tuple(k.shape), False, head_parts, keeps_ds=keeps)
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
@@ -395,9 +403,19 @@ def backward_call(
         torch.empty_like(q) if made == "dq" else torch.empty(of_keys, dtype=dtype)
         for made in problem.kernels.kernel(f"backward_{name}").results
     )
-    config: Any = variant.config or BackwardConfig()
     spec = backward_specs(problem, config)[name]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     given = GradientTensors(tensors, stats, results, ragged, ds)
     return compile_kernel(spec), launch_values(gradient_call_arguments(given, problem, ONE_PAIR))
+
+
+def in_mxfp8(tensors: Any) -> tuple[torch.Tensor, ...]:
+    """Return the operands of the backward's kernels in mxfp8.  tensors: q, k, v, dout."""
+    q, k, v, dout = tensors
+    columns = [quantized(n, t, None) for n, t in zip(("q", "k", "v", "dout"), (q, k, v, dout))]
+    rows = [quantized("", t, None, along_rows=True) for t in (q, k, dout)]
+    codes, scales = zip(*columns, *rows)
+    words = zip(scales, ("",) * len(columns) + ("q_rows_descale",) * len(rows), strict=True)
+    # Kernels take e4m3 in twos, as elements of 16 bits.
+    return *(one.view(q.dtype) for one in codes), *(words_of(*one) for one in words)

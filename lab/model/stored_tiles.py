@@ -2,7 +2,8 @@
 
 A tile of dV is 256 keys of a part of a KV head's query heads, with a step for 128 queries of each
 that see any of them; every step writes its dS. Tiles of the products are 256 rows of dK, of such a
-part, or of dQ, of one query head; every step reads 256 x 128 elements of dS.
+part, or of dQ, of one query head; every step reads 256 x 128 elements of dS. In mxfp8 dS is stored
+twice, a byte each, and each result reads its own.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from lab.whole.problem import Tile
 ROWS, STEP = 256, 128
 #: Tensor-core clocks of a step in a CTA pair: S, dP and dV; one product of dS.
 DV, PRODUCT = 3 * 1024.0, 1024.0
-#: Bytes of dS in a step.
-DS = 2.0 * ROWS * STEP
+#: Bytes of dS in a step; in mxfp8 those of each of two forms, with their scales.
+DS, DS_MXFP8 = 2.0 * ROWS * STEP, 33 / 32 * ROWS * STEP
 
 Lengths = tuple[int, int]
 
@@ -51,7 +52,7 @@ def dv_tiles(
     partial = head_parts > 1 if partial is None else partial
     # K and V are read, dV and dS written.
     result = PARTIAL_ROW if partial else ROW
-    masks = case.window[0] is not None
+    masks, size = case.window[0] is not None, tiling.element_bytes / 2
 
     @functools.cache
     def of(block: int, query_heads: int, lengths: Lengths) -> Tile:
@@ -59,9 +60,9 @@ def dv_tiles(
         if rows <= 0:
             return Tile(0.0)
         steps, masked = (count * query_heads for count in dv_steps(block, lengths, case.bounds))
-        reads, writes = 2 * ROW * rows, result * rows
-        own = reads + writes + DS * steps
-        return Tile(DV * steps, 0, 0.0, own, DV * masked * masks, reads, writes)
+        reads, writes = 2 * ROW * size * rows, result * rows
+        own = reads + writes + (DS if size == 1 else 2 * DS_MXFP8) * steps
+        return Tile(DV * size * steps, 0, 0.0, own, DV * size * masked * masks, reads, writes)
 
     return tiles_of_keys(case, tiling, ROWS, head_parts, of)
 
@@ -95,6 +96,9 @@ def product_tiles(
     part, grid = order.heads, (order.num_tiles, heads, case.batch)
     partial = head_parts > 1 if partial is None else partial
     of_dk, again = PARTIAL_ROW if partial else ROW, read_again(order, tiling.gpu)
+    ds, size = DS, tiling.element_bytes / 2
+    if size < 1:
+        ds, again = DS_MXFP8, 1.0
 
     @functools.cache
     def of(number: int, query_heads: int, lengths: Lengths) -> Tile:
@@ -104,12 +108,12 @@ def product_tiles(
             return Tile(0.0)
         if of_keys:
             steps, writes = dv_steps(block, lengths, case.bounds)[0] * query_heads, of_dk * rows
-            read = DS * steps
+            read = ds * steps
         else:
             begin = block * ROWS
             steps = key_steps(begin, begin + rows, lengths, case.bounds, STEP)[0]
-            writes, read = ROW * rows, DS * steps * again
-        return Tile(PRODUCT * steps, 0, 0.0, writes + read, 0.0, 0.0, writes)
+            writes, read = ROW * rows, ds * steps * again
+        return Tile(PRODUCT * size * steps, 0, 0.0, writes + read, 0.0, 0.0, writes)
 
     found = []
     section = order.parts_at_once(tiling.gpu.pairs)
@@ -122,7 +126,7 @@ def product_tiles(
         if of_keys:
             sides, bounds = lengths[::-1], bounds[::-1]
         others = shared_by(block * ROWS, ROWS, sides, bounds)
-        of_row = ROW * (query_heads if of_keys else 1)
+        of_row = ROW * size * (query_heads if of_keys else 1)
         group = 2 * (batch * heads + head) + of_keys
         found.append(grouped(of(number, query_heads, lengths), group, others, of_row))
     return found

@@ -156,7 +156,8 @@ class BackwardTiling:
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
     `ForwardTiling`'s, of the operands that stay for a tile. gpu: whose L2 and CTA pairs the order
-    and the splitting of a call are made for; order: how, but for tiles of MMAs.
+    and the splitting of a call are made for; order: how, but for tiles of MMAs. element_bytes: of
+    an operand; of 1 the MMAs take half as long.
     """
 
     policy: str
@@ -167,6 +168,7 @@ class BackwardTiling:
     claims: int | Late | None = None
     gpu: Gpu = B200
     order: Order = Order()
+    element_bytes: int = 2
 
 
 class Parts(NamedTuple):

@@ -24,8 +24,8 @@ MAX_PARAMETERS = 8
 # Limits raised on purpose, each with its reason: (file, function) -> parameters.
 MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
-    ("fa4_hd256/interface.py", "flash_attn_func"): 25,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 34,
+    ("fa4_hd256/interface.py", "flash_attn_func"): 26,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 35,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 38,
     ("fa4_hd256/metadata.py", "get_scheduler_metadata"): 9,
     # The fields of a record, by name.
@@ -47,8 +47,8 @@ COMPATIBLE = ("fa4_hd256/compat/flash_attn_2.py", "fa4_hd256/compat/flash_attn_3
 MORE_LINES = {
     # Signatures of the field: one line per parameter, and its meaning.
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 143,
-    ("fa4_hd256/interface.py", "flash_attn_func"): 115,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 126,
+    ("fa4_hd256/interface.py", "flash_attn_func"): 121,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 130,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 68,
 }
 

@@ -88,7 +88,7 @@ class BackwardEntry:
     @cute.jit
     def __call__(
         self,
-        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        operands: tuple[cute.Tensor, ...],
         stats: cute.Tensor,
         results: tuple[cute.Tensor, ...],
         ds: Any,
@@ -104,9 +104,9 @@ class BackwardEntry:
         tuple of tensors in the order of `problem_class.ragged`, then what functions of the call
         read, None if there are none.
         """
-        operands = tuple(by_sequence(tensor) for tensor in operands)
+        operands = self.operand_views(operands)
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
-        q, k, _, _ = operands
+        q, k = operands[:2]
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         batch = sequence_tensors(self.problem_class, ragged).num_batches(q)
         problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
@@ -140,6 +140,10 @@ class BackwardEntry:
             return problem
         blocks = PackedBlocks(offsets, self.plan.tile_rows)
         return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
+
+    def operand_views(self, operands: tuple[cute.Tensor, ...]) -> tuple[cute.Tensor, ...]:
+        """Return the operands as loads take them, q and k first: `by_sequence`."""
+        return tuple(by_sequence(tensor) for tensor in operands)
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`."""

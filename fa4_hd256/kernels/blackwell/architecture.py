@@ -28,6 +28,7 @@ from .pair_plan import BLOCK_KV, CTAS
 RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
 #: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (lab/notes.md).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
+STORED_MXFP8 = KeyKernel(DS_BLOCK, DS_TILE, 1.1e-6, 1.0, 2e6, products=0.35)
 
 
 #: Tiles of few query rows -> their configuration.
@@ -68,6 +69,8 @@ KERNELS = KernelSet(
         "backward_products": "backward.products:ProductsKernel",
         "backward_dkdv": "backward.dkdv:DkdvKernel",
         "backward_dq": "backward.dq:DqKernel",
+        "backward_dv_mxfp8": "backward.mxfp8.dv:DvMxfp8Kernel",
+        "backward_products_mxfp8": "backward.mxfp8.products:ProductsMxfp8Kernel",
     },
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
@@ -93,4 +96,15 @@ KERNELS = KernelSet(
         recomputed_keys=RECOMPUTED,
         cluster=CTAS,
     ),
+    mxfp8_backward=BackwardSet(
+        stored=(
+            BackwardKernel("dv_mxfp8", ("dv",), has_ds=True),
+            BackwardKernel("products_mxfp8", ("dk", "dq"), has_ds=True, computes_scores=False),
+        ),
+        recomputed=(),
+        stored_keys=STORED_MXFP8,
+        recomputed_keys=STORED_MXFP8,
+        cluster=CTAS,
+    ),
+    mxfp8_backward_config="backward.mxfp8.config:Mxfp8BackwardConfig",
 )

@@ -55,8 +55,9 @@ class ScoreMask(Protocol):
         """Scores that are not seen := -inf."""
 
 
-def _hide(mask: ScoreMask, scores: cute.Tensor) -> None:
-    # Outside of traced code, where an object that is called must live across branches.
+def hide(mask: ScoreMask, scores: cute.Tensor) -> None:
+    """Hide scores.  Outside of traced code, where an object that is called must live across
+    branches."""
     mask.hide(scores)
 
 
@@ -464,7 +465,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
                 scores, context.scalars.cap_scale, places
             )
         if mask.applies:
-            _hide(mask, scores)
+            hide(mask, scores)
         return slopes
 
     def exponentiate(

@@ -143,6 +143,8 @@ class DvKernel(BlackwellBackward):
 
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
+    #: Of the fields of `QuadRegisters`.
+    register_sizes = WARPGROUP_QUERIES, WARPGROUP_QUERIES // 2, WARPGROUP_QUERIES // 2
     tiles: DvTiles
     load_rings, mma_rings = DvLoadRings, DvMmaRings
     mma_waits = "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free"
@@ -287,7 +289,7 @@ class DvKernel(BlackwellBackward):
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        sizes = WARPGROUP_QUERIES, WARPGROUP_QUERIES // 2, WARPGROUP_QUERIES // 2
+        sizes = self.register_sizes
         registers = QuadRegisters(*(cute.make_rmem_tensor(size, Float32) for size in sizes))
         while work.is_valid:
             num_steps = self.num_steps(context, work)

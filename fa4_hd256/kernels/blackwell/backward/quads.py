@@ -8,7 +8,7 @@ warpgroup's 64 queries for each of four keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -157,6 +157,8 @@ class DsStore(SharedByReference):
 
     dtype: Any
     counts_tiles: bool
+    #: Registers of a thread's dS of a step (`StepDs`).
+    registers: ClassVar[int] = WARPGROUP_QUERIES // 2
 
     def number(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
         """Return the number of this CTA's tile of dS of a step.  row: `KeyTiles.row_of_ds`."""
@@ -170,7 +172,11 @@ class DsStore(SharedByReference):
         """Return this CTA's tile of dS of a step.  number: of the tile, if it is counted."""
         if not self.counts_tiles:
             number = self.number(context, step, row)
-        return tile_of(context.tensors.ds, number)
+        return self.tile_numbered(context.tensors.ds, number)
+
+    def tile_numbered(self, ds: cute.Tensor, number: Int32) -> cute.Tensor:
+        """Return a tile of dS by its number among all."""
+        return tile_of(ds, number)
 
     @staticmethod
     def following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
@@ -197,7 +203,7 @@ class DsStore(SharedByReference):
         """Store zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
         `backward.ds_tiles`.  row: see `number`."""
         begin, end = step.span
-        nothing = cute.make_rmem_tensor(WARPGROUP_QUERIES // 2, Float32)
+        nothing = cute.make_rmem_tensor(self.registers, Float32)
         nothing.fill(0.0)
         ds, tensors = context.tensors.ds, context.sequences.tensors
         before, behind = (within_head(ds, row + i, tensors) for i in (begin - 1, end))
@@ -205,7 +211,7 @@ class DsStore(SharedByReference):
         for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
             for half in cutlass.range_constexpr(2):
                 if begin % 2 == 1:
-                    self.store(StepDs(tile_of(ds, first + before), nothing), half)
+                    self.store(StepDs(self.tile_numbered(ds, first + before), nothing), half)
                 if end % 2 == 1:
-                    self.store(StepDs(tile_of(ds, first + behind), nothing), half)
+                    self.store(StepDs(self.tile_numbered(ds, first + behind), nothing), half)
             first += tiles_of_head(ds)

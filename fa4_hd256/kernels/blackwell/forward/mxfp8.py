@@ -15,9 +15,6 @@ P share columns]).  S(i) is read while PV(i - 1) runs, so that QK(i + 1) seldom 
 NOTE [scales of P].  P is rounded as it is in e4m3, with scales of 1, in each lane the same word.
 So the softmax stores them, in place of a copy, each of its groups two of the four columns.
 
-NOTE [tiles of packed sequences].  Each sequence begins with an atom of its own: before it there are
-ceil(length / 128) tiles for each one.  The load warp counts them once a tile, a lane a sequence.
-
 NOTE [scales behind the last key].  Keys that a sequence does not have are zeros, but 0 x NaN is
 NaN: no scale of V in the atom of the last key may be 0xFF, in blocks without a key neither.
 """
@@ -27,78 +24,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...block_scales import ATOM_BYTES, ATOMS
+from ...block_scales import ATOMS
 from ...context import KernelParts
 from ...forward.context import ForwardKernelTensors
-from ...limits import FLOAT_BYTES, WARP_SIZE
-from ...operands import SharedMemory, TmaTensor, load_box
+from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingState
 from ...problem_class import DESCALES, ProblemClass
 from ...ranges import traced
 from ..instructions import fence_after_thread_sync, fence_before_thread_sync
-from ..pair_plan import BLOCK_KV
+from ..scale_tiles import ScaleTiles, load_scales, scale_buffers, scale_tensor
 from ..scaled_mma import ScaledMma, copy_scales
 from ..tmem import tmem_buffer, tmem_store
 from .context import BlackwellForwardContext, LoadRings, MmaRings, ScoreRow, SoftmaxRings
 from .e4m3_config import P_LOG2
 from .kernel import ForwardKernel, KvTile
-from .mxfp8_config import SCALE_ALIGNMENT, SCALE_COLUMNS, Mxfp8Config
+from .mxfp8_config import SCALE_COLUMNS, Mxfp8Config
 from .two_groups import GROUPS, GroupScores, softmax_group
 
 #: Four scales of 1, E8M0.
 ONES = 0x7F7F7F7F
-#: Words of an atom.
-ATOM_WORDS = ATOM_BYTES // FLOAT_BYTES
 
 
 @dataclass(frozen=True)
-class Mxfp8Context(BlackwellForwardContext):
+class Mxfp8Context(ScaleTiles, BlackwellForwardContext):
     """State that every warp role of one CTA shares.
 
-    "q_scales", "kv_scales" in `smem`: (2, 128, stages) words.  first_tiles: of one tile, those of
-    its sequence among the packed ones, of queries and of keys; None until they are counted.
+    "q_scales", "kv_scales" in `smem`: (2, 128, stages) words.  first_tiles: see `ScaleTiles`.
     """
 
     first_tiles: tuple[Int32, Int32] | None = None
 
     def of_tile(self, work: WorkTile) -> Mxfp8Context:
-        first_tiles = self._first_tile("q", work), self._first_tile("k", work)
-        return replace(super().of_tile(work), first_tiles=first_tiles)
-
-    def scale_tile(self, name: str, work: WorkTile, row: Int32) -> Int32:
-        """Return the number of the tile of scales, of q or of k and v, that a row begins."""
-        if self.first_tiles is None:
-            first = self._first_tile(name, work)
-        else:
-            first = self.first_tiles[name != "q"]
-        return first + row // BLOCK_KV
-
-    def _first_tile(self, name: str, work: WorkTile) -> Int32:
-        """NOTE [tiles of packed sequences]."""
-        tensors = self.sequences.tensors
-        offsets = tensors.cu_seqlens_q if name == "q" else tensors.cu_seqlens_k
-        if offsets is None:
-            return Int32(0)
-        return _tiles_before(offsets, self.batch(work))
-
-
-@cute.jit
-def _tiles_before(offsets: cute.Tensor, batch: Int32) -> Int32:
-    """Return the tiles of all sequences before one; by all lanes of a warp."""
-    tiles = Int32(0)
-    for first in cutlass.range(0, batch, WARP_SIZE, unroll=1):
-        sequence = first + cute.arch.lane_idx()
-        if sequence < batch:
-            length = offsets[sequence + 1] - offsets[sequence]
-            tiles += (length + BLOCK_KV - 1) // BLOCK_KV
-    return cute.arch.warp_redux_sync(tiles, "add")
+        return replace(super().of_tile(work), first_tiles=self.counted(work))
 
 
 @dataclass
@@ -172,7 +134,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         have scales elsewhere."""
         first = self.problem_class.sink + len(self.problem_class.ragged)
         behind = first + len(DESCALES)
-        scales = map(_scale_tensor, optional[first:behind])
+        scales = map(scale_tensor, optional[first:behind])
         loaded = (*optional[:first], *scales, *optional[behind:])
         return super().kernel_tensors(operands, lse, loaded)
 
@@ -182,10 +144,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         found = super().smem(memory)
         for name, stages in (("q", self.config.q_stages), ("kv", self.config.kv_stages)):
-            region = memory.region(f"{name}_scales", Int32, SCALE_ALIGNMENT)
-            strides = ATOM_WORDS, 1, ATOMS * ATOM_WORDS
-            layout = cute.make_layout((ATOMS, ATOM_WORDS, stages), stride=strides)
-            found[f"{name}_scales"] = cute.make_tensor(region, layout)
+            found[f"{name}_scales"] = scale_buffers(memory, f"{name}_scales", stages)
         return found
 
     # ------------------------------------------------------------ load
@@ -228,10 +187,8 @@ class ForwardMxfp8Kernel(ForwardKernel):
         (sequence, row, head), ring = place, "q" if name == "q" else "kv"
         source: Any = getattr(context, f"{name}_descale")
         tile = context.scale_tile(name, work, row)
-        atoms = source.tensor[sequence.batch, head, tile, None, None]
-        box = cute.local_tile(atoms, (ATOMS, ATOM_WORDS), (0, 0))
-        barrier = context.barriers[f"{ring}_loaded"].pointer(state)
-        load_box(source, context.smem[f"{ring}_scales"], box, barrier, state.index)
+        target = context.barriers[f"{ring}_loaded"].pointer(state), state.index
+        load_scales(source, context.smem[f"{ring}_scales"], (sequence.batch, head, tile), target)
 
     # ------------------------------------------------------------ mma
 
@@ -310,15 +267,6 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     def _in_tmem(self, context: BlackwellForwardContext, name: str, state: RingState) -> Int32:
         return tmem_buffer(context.tmem, self.tmem_plan, name, state)
-
-
-def _scale_tensor(tensor: cute.Tensor) -> TmaTensor:
-    """The TMA tensor of scales, (batch, heads, tiles, 2, 128) words: a box is two atoms."""
-    layout = cute.make_layout((1, 1, 1, ATOMS, ATOM_WORDS), stride=(0, 0, 0, ATOM_WORDS, 1))
-    operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-    box = (1, 1, 1, ATOMS, ATOM_WORDS)
-    info = cpasync.make_tiled_tma_atom(operation, tensor, layout, box)
-    return TmaTensor(info[0], info[1])
 
 
 def _buffer(context: BlackwellForwardContext, name: str, state: RingState) -> cute.Pointer:

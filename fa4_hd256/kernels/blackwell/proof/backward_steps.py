@@ -216,6 +216,24 @@ DKDV_STEPS = StepTable(
     ),
 )  # fmt: skip
 
+
+def _scaled(product: str, keys: str, passing: str, ring: str, read_by: str) -> tuple[Act, ...]:
+    """Like `_of_keys`, of rows that pass in one piece.  read_by: the edge that says that scales may
+    be copied to where they lie."""
+    kept = keys.lower()
+    return (
+        _ahead(wait(f"{kept}_loaded"), when=FIRST),
+        _ahead(
+            wait(read_by),
+            wait("ring_loaded"),
+            multiply(product, read(kept, keys), read("ring", passing), write(ring, product)),
+            arrive("ring_free"),
+            arrive(f"{ring}_done"),
+        ),
+        _ahead(arrive(f"{kept}_free"), when=LAST),
+    )
+
+
 _DV_LOADED = *_OPERANDS, loaded("stats", "lse", "delta")
 
 DV_STEPS = StepTable(
@@ -251,6 +269,65 @@ DV_STEPS = StepTable(
                 act(wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done")),
                 # With a score_mod all of dV is drained before P is stored, and dv_free comes then:
                 # this is the later case.
+                _drained(read("dv", "dV"), arrive("dv_free")),
+                act(read("stats", "delta"), arrive("stats_free")),
+                _ahead(
+                    wait("s_done"),
+                    read("s", "S"),
+                    arrive("s_free"),
+                    wait("stats_loaded"),
+                    read("stats", "LSE"),
+                ),
+            ),
+        ),
+    ),
+)
+
+DV_MXFP8_STEPS = StepTable(
+    rings=(
+        *_DV_LOADED,
+        # The wait of dP(i) for S(i) in registers comes before the next S.
+        Ring("s", full="s_done"),
+        Ring("s_read", full="s_free", is_permit=True),
+        Ring("dp", full="dp_done"),
+        # Scales of the next S lie over dP.
+        Ring("dp_read", full="dp_free", is_permit=True),
+        Ring("p", full="p_done", over="dp"),
+        Ring("dv", full="dv_done", free="dv_free"),
+    ),
+    roles=(
+        _load(
+            _ahead(fill("k", "K"), when=FIRST),
+            _ahead(fill("ring", "Q"), fill("stats", "LSE", "delta")),
+            act(fill("ring", "dOc")),
+            _ahead(fill("v", "V"), when=FIRST),
+            _ahead(fill("ring", "dO")),
+            rings=_DV_LOADED,
+        ),
+        _mma(
+            *_scaled("S", "K", "Q", "s", "dp_free"),
+            act(wait("dv_free"), when=FIRST),
+            act(
+                wait("ring_loaded"),
+                wait("p_done"),
+                multiply("dV", read("p", "P"), read("ring", "dOc"), add("dv", "dV")),
+                arrive("ring_free"),
+            ),
+            act(arrive("dv_done"), when=LAST),
+            *_scaled("dP", "V", "dO", "dp", "s_free"),
+            ends=("dp_free", "dv_free"),
+        ),
+        Role(
+            "gradient",
+            (
+                _drained(wait("dv_done"), read("dv", "dV")),
+                act(
+                    wait("dp_done"),
+                    read("dp", "dP"),
+                    arrive("dp_free"),
+                    write("p", "P"),
+                    arrive("p_done"),
+                ),
                 _drained(read("dv", "dV"), arrive("dv_free")),
                 act(read("stats", "delta"), arrive("stats_free")),
                 _ahead(

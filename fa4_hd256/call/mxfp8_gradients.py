@@ -1,0 +1,158 @@
+"""A backward in mxfp8: its tensors, checks of what users give for it, and its description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.block_scales import ATOM_ROWS
+from ..kernels.problem_class import E4M3, OF_BLOCKS
+from .backward_problem import BackwardProblem
+from .chunks import BackwardDivision
+from .memory import require_dense
+from .mxfp8_scales import SCALE_DTYPES, check_shape
+from .operator_arguments import BackwardTensors, ForwardTensors
+from .options import Options
+
+#: Tensors that calls with gradients in mxfp8 may have beside q, k, v and their scales.
+ACCEPTED = ("cu_seqlens_q", "cu_seqlens_k", "q_descale", "k_descale", "v_descale")
+#: Operands that users give for gradients, and the tensor that each is of.
+GIVEN = {"v_columns": "v", "q_rows": "q", "k_rows": "k"}
+
+
+class Mxfp8BackwardTensors(NamedTuple):
+    """Tensors of a backward in mxfp8.  dout, dlse, out, lse: as of `BackwardTensors`.  Then the
+    operands of the kernels, in the order of `MXFP8_GRADIENT_OPERANDS`, and the scales of each."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v_columns: torch.Tensor
+    dout_columns: torch.Tensor
+    q_rows: torch.Tensor
+    k_rows: torch.Tensor
+    dout_rows: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_columns_descale: torch.Tensor
+    dout_columns_descale: torch.Tensor
+    q_rows_descale: torch.Tensor
+    k_rows_descale: torch.Tensor
+    dout_rows_descale: torch.Tensor
+
+    def with_batches(self) -> Mxfp8BackwardTensors:
+        """Return packed sequences with a batch of 1: scales have the form of packed ones still."""
+        changed = {
+            name: tensor.unsqueeze(0)
+            for dimensions, names in _BATCHED.items()
+            for name in names
+            if (tensor := getattr(self, name)) is not None and tensor.ndim < dimensions
+        }
+        return self._replace(**changed)
+
+
+_FIRST = Mxfp8BackwardTensors._fields.index("q")
+#: The operands, and their scales.
+CODES, SCALES = Mxfp8BackwardTensors._fields[_FIRST:][:7], Mxfp8BackwardTensors._fields[-7:]
+#: Tensors that have a batch, by their dimensions then.
+_BATCHED = {4: ("dout", "out", *CODES), 3: ("lse", "dlse")}
+
+
+def refuse_others(tensors: ForwardTensors, softcap: Any, beside: Sequence[str]) -> None:
+    """Raise NotImplementedError for a call with something whose gradients in mxfp8 are not offered.
+
+    beside: names of further arguments that are given.
+    """
+    given = [name for name in tensors.others() if name not in ACCEPTED]
+    given += ["learnable_sink"] * (tensors.sink is not None) + ["softcap"] * bool(softcap)
+    names = (*given, *beside)
+    if names:
+        raise NotImplementedError(
+            f"mxfp8_gradients with {', '.join(names)}: not offered; accepted: dense q, k and v, or "
+            "packed ones with cu_seqlens_q and cu_seqlens_k, under causal and window_size"
+        )
+
+
+def check_given(given: Any, tensors: ForwardTensors) -> None:
+    """Raise TypeError or ValueError unless what users give for gradients fits the call's q, k and
+    v.  given: `fa4_hd256.quantize.Mxfp8Gradients`."""
+    if tensors.q_descale is None or tensors.q_descale.dtype not in SCALE_DTYPES:
+        raise ValueError(
+            "mxfp8_gradients given without scales of blocks; accepted: with q, k and v in mxfp8 "
+            "(fa4_hd256.quantize.quantize_mxfp8_training)"
+        )
+    for name in "qkv":
+        exact, codes = getattr(given, name), getattr(tensors, name)
+        _check(f"mxfp8_gradients.{name}", exact, codes, (torch.bfloat16, torch.float16))
+        if exact.dtype != given.q.dtype:
+            raise TypeError(
+                f"mxfp8_gradients.{name} has dtype {exact.dtype}; accepted: that of its q, "
+                f"{given.q.dtype}"
+            )
+    for name, of in GIVEN.items():
+        codes = getattr(tensors, of)
+        _check(f"mxfp8_gradients.{name}", getattr(given, name), codes, (E4M3,))
+        scale, descale = getattr(given, f"{name}_descale"), f"{name}_descale"
+        require_dense(descale, scale)
+        if scale.dtype not in SCALE_DTYPES:
+            raise TypeError(
+                f"mxfp8_gradients.{descale} has dtype {scale.dtype}; accepted: "
+                f"{' or '.join(map(str, SCALE_DTYPES))}"
+            )
+        is_packed = codes.ndim == 3
+        rows = codes.unsqueeze(0) if is_packed else codes
+        check_shape(descale, tuple(scale.shape), rows, is_packed)
+
+
+def _check(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; accepted: {' or '.join(map(str, dtypes))}"
+        )
+    if tensor.shape != like.shape or tensor.device != like.device:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; accepted: "
+            f"{tuple(like.shape)} on {like.device}, like the codes"
+        )
+
+
+def described(
+    tensors: Mxfp8BackwardTensors, options: Options, longest: tuple[int | None, int | None]
+) -> BackwardProblem:
+    """Describe a backward.  tensors: packed ones with a batch of 1.  longest: max_seqlen_q and
+    max_seqlen_k.  Raises as `BackwardProblem.describe` does."""
+    # The description knows no tensors, but checks them: stand-ins of 16 bits, like those that were
+    # quantized.
+    keys = torch.empty(tensors.k.shape, dtype=tensors.out.dtype, device=tensors.k.device)
+    like = BackwardTensors(
+        tensors.dout, tensors.dlse, tensors.out, keys, keys, tensors.out, tensors.lse,
+        cu_seqlens_q=tensors.cu_seqlens_q, cu_seqlens_k=tensors.cu_seqlens_k,
+    )  # fmt: skip
+    problem = BackwardProblem.describe(like, options, *longest)
+    forward = replace(problem.forward, q_dtype=E4M3, kv_dtype=E4M3, descale=OF_BLOCKS)
+    return replace(problem, forward=forward)
+
+
+def check_division(division: BackwardDivision) -> None:
+    """Raise NotImplementedError for a backward that kernels in mxfp8 cannot run in chunks: they
+    store dS, and scales of rows lie in tiles."""
+    problem = division.problem
+    is_empty = problem.has_no_queries or problem.has_no_keys
+    starts = [chunk.keys.start for chunk in division.chunks if chunk.problem.adds]
+    if is_empty or problem.keeps_ds and not any(start % ATOM_ROWS for start in starts):
+        return
+    raise NotImplementedError(
+        f"gradients in mxfp8 keep dS of a KV head, {problem.ds_bytes_of_head} bytes here of all "
+        f"sequences, and ds_bytes allows less; accepted: backward_config=Mxfp8BackwardConfig"
+        f"(ds_bytes={problem.ds_bytes_of_head}) or more"
+    )

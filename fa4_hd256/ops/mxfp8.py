@@ -1,0 +1,120 @@
+"""Attention in mxfp8 with gradients: autograd's function of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import plans
+from ..call import named_configs
+from ..call.checks import are_differentiated
+from ..call.forward_problem import Call
+from ..call.mxfp8_gradients import Mxfp8BackwardTensors, check_given, refuse_others
+from ..call.operator_arguments import ForwardTensors, ForwardValues
+from ..call.process import is_intercepted
+from ..gpus.family import architecture_of
+from ..kernels.kernel_set import kernels_of
+from ..quantize.mxfp8 import Mxfp8Gradients, quantized
+from ..run.mxfp8_backward import plan_call
+
+#: Backwards, whose values are those of the forward with their own scheduler and configuration.
+_BACKWARD = plans.Kind("mxfp8_backward", plans.resolve_fields(ForwardValues), plan_call)
+
+
+class Mxfp8Call(NamedTuple):
+    """A forward in mxfp8.  run: (out) -> lse.  values: of its backward."""
+
+    tensors: ForwardTensors
+    given: Mxfp8Gradients
+    values: ForwardValues
+    run: Callable[[torch.Tensor], torch.Tensor]
+
+
+def described_call(
+    given: Any,
+    tensors: ForwardTensors,
+    arguments: Call,
+    run: Callable[[torch.Tensor], Any],
+    beside: Sequence[str] = (),
+) -> Mxfp8Call:
+    """Return a call with gradients, checked.  given: the user's mxfp8_gradients.  beside: names of
+    arguments that have none and are given. Raises TypeError or ValueError for what does not fit,
+    NotImplementedError for what is not offered."""
+    if is_intercepted():
+        raise NotImplementedError(
+            "mxfp8_gradients inside torch.compile, torch.func or a mode: not offered; accepted: "
+            "eager calls"
+        )
+    if not isinstance(given, Mxfp8Gradients):
+        raise TypeError(
+            f"mxfp8_gradients is a {type(given).__name__}; accepted: that of "
+            "fa4_hd256.quantize.quantize_mxfp8_training"
+        )
+    functions = [n for n in ("score_mod", "mask_mod") if getattr(arguments, n) is not None]
+    refuse_others(tensors, arguments.softcap, (*functions, *beside))
+    check_given(given, tensors)
+    kernels = kernels_of(architecture_of(tensors.q.device))
+    kernels.backward_set(is_mxfp8=True)
+    config = named_configs.encode(
+        arguments.backward_config, kernels.config("mxfp8_backward"), said="backward_config"
+    )
+    values = arguments._replace(backward_config=None).values(tensors)
+    values = values._replace(use_clc=values.backward_use_clc, config=config)
+    return Mxfp8Call(tensors, given, values, run)
+
+
+def attend(call: Mxfp8Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), typed like the tensors that gradients flow to."""
+    exact = call.given[:3]
+    if are_differentiated(exact):
+        found: tuple[torch.Tensor, torch.Tensor] = _Mxfp8Attention.apply(call, *exact)
+        return found
+    return _forward(call)
+
+
+def _forward(call: Mxfp8Call) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty(call.tensors.q.shape, dtype=call.given.q.dtype, device=call.given.q.device)
+    return out, call.run(out)
+
+
+class _Mxfp8Attention(torch.autograd.Function):
+    """Autograd's function of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Mxfp8Call, *exact: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, lse = _forward(call)
+        tensors, given = call.tensors, call.given
+        ctx.save_for_backward(
+            out, lse, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.q, tensors.k,
+            tensors.q_descale, tensors.k_descale, *given[3:],
+        )  # fmt: skip
+        ctx.values = call.values
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "fa4_hd256 offers no second-order gradients; call backward without "
+                "create_graph=True"
+            )
+        needed = ctx.needs_input_grad[1:]
+        if (dout is None and dlse is None) or not any(needed):
+            return (None,) * 4
+        (out, lse, offsets_q, offsets_k, q, k, of_q, of_k, *given) = ctx.saved_tensors
+        v_columns, q_rows, k_rows, *scales = given
+        if dout is None:
+            dout = torch.zeros_like(out)
+        columns, of_columns = quantized("dout", dout, offsets_q)
+        rows, of_rows = quantized("dout", dout, offsets_q, along_rows=True)
+        tensors = Mxfp8BackwardTensors(
+            dout, dlse, out, lse, offsets_q, offsets_k, q, k, v_columns, columns, q_rows, k_rows,
+            rows, of_q, of_k, scales[0], of_columns, scales[1], scales[2], of_rows,
+        )  # fmt: skip
+        found = plans.within(_BACKWARD, tensors, ctx.values)
+        return None, *(g if is_needed else None for g, is_needed in zip(found, needed, strict=True))

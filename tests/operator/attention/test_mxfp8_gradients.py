@@ -1,0 +1,294 @@
+"""Gradients in mxfp8 against float64: lengths, masks, packed sequences, chunks, and what is
+refused.  Tolerances: `mxfp8_gradient_cases`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mxfp8_gradient_cases import Exact, accurate, has_gradients, inputs, run
+from paged_cases import int32, offsets
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.architectures import ARCHITECTURES, named
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
+from fa4_hd256.quantize import quantize_mxfp8, quantize_mxfp8_training
+from fa4_hd256.run import mxfp8_backward
+
+
+@pytest.fixture(autouse=True)
+def _is_offered(architecture, request):
+    """Skip what calls kernels where the architecture has none for gradients in mxfp8."""
+    if not has_gradients(architecture) and "where" not in request.fixturenames:
+        pytest.skip(f"{architecture} has no backward in mxfp8")
+
+
+def judged(tensors, begins=(None, None), **options):
+    """Run a dense call and its backward; assert that the gradients are accurate."""
+    own = {n: options.pop(n) for n in ("use_clc", "backward_config", "dlse") if n in options}
+    out, dout, dlse, found = run(tensors, begins, **options, **own)
+    accurate(found, Exact(tensors, dout, begins), dout, out, dlse, **options)
+    assert [t.dtype for t in found] == [t.dtype for t in tensors]
+
+
+# ---------------------------------------------------------------- dense
+
+
+# A row and a key; fewer and more than a tile (256 keys, 128 queries), several query heads of a KV
+# head; several tiles of either side that are not full.
+LENGTHS = [((1, 1), (1, 1), 2), ((7, 333), (4, 1), 1), ((300, 420), (4, 2), 2)]
+
+
+@pytest.mark.parametrize(("lengths", "heads", "batch"), LENGTHS, ids=str)
+@pytest.mark.sampled("*7, 333*")
+def test_lengths(lengths, heads, batch, device):
+    judged(inputs(lengths, heads, batch, device=device))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5)},
+     {"window_size": (None, 9)}, {"window_size": (40, -20)}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.sampled("static-*causal*")
+def test_masks(mask, device, use_clc):
+    judged(inputs((300, 420), (4, 2), 1, device=device), use_clc=use_clc, **mask)
+
+
+@pytest.mark.sampled
+def test_float16_and_a_negative_scale(device):
+    tensors = inputs((200, 300), (2, 1), 1, torch.float16, device)
+    judged(tensors, causal=True, softmax_scale=-0.05)
+
+
+@pytest.mark.sampled
+def test_gradient_of_lse(device):
+    judged(inputs((140, 260), (2, 1), 1, device=device), dlse=True, causal=True)
+
+
+@pytest.mark.sampled
+def test_a_query_without_keys(device):
+    """Return 0 for its dq; it adds nothing to dk and dv."""
+    tensors = inputs((300, 100), (2, 1), 1, device=device)
+    out, dout, _, found = run(tensors, causal=True)
+    accurate(found, Exact(tensors, dout), dout, out, causal=True)
+    assert not found[0][:, :200].any()
+
+
+@pytest.mark.sampled
+def test_only_one_gradient(device):
+    q, k, v = inputs((140, 260), (2, 1), 1, device=device)
+    given = quantize_mxfp8_training(q.detach(), k, v.detach())
+    out = flash_attn_func(**given._asdict(), causal=True)
+    out.backward(torch.ones_like(out))
+    assert q.grad is v.grad is None and k.grad.isfinite().all() and k.grad.any()
+
+
+@pytest.mark.sampled
+def test_nan_comes_through(device):
+    """A NaN of dO: in dq of its row alone, in dk of all keys that it sees, in dv in its column."""
+    tensors = inputs((200, 200), (2, 1), 1, device=device)
+    given = quantize_mxfp8_training(*tensors)
+    out = flash_attn_func(**given._asdict(), causal=True)
+    dout = torch.randn(out.shape).to(out)
+    dout[0, 150, 1, 7] = torch.nan
+    dq, dk, dv = torch.autograd.grad(out, tensors, dout)
+    assert dq[0, 150, 1].isnan().all()
+    assert dq[0, :, 0].isfinite().all() and dq[0, :150, 1].isfinite().all()
+    assert dk[0, :151].isnan().all()
+    assert dv[0, :151, :, 7].isnan().all() and dv[0, :, :, :7].isfinite().all()
+
+
+# ---------------------------------------------------------------- chunks
+
+
+#: Bytes of dS of all query heads of a KV head in a sequence of 700, causal: 3 blocks of 256 x 256
+#: meet 6, each of 4 tiles of 33 KiB.
+OF_HEAD = 2 * 6 * 4 * 33 * 1024
+
+
+@pytest.mark.parametrize("parts", [2, 1, 0.6], ids=("a KV head", "a sequence", "queries"))
+@pytest.mark.sampled
+def test_chunks(parts, device, monkeypatch):
+    """A KV head of both sequences at a time, of one, and some of its queries."""
+    found, divide = [], mxfp8_backward.divide
+
+    def noted(*arguments):
+        found.append(divide(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(mxfp8_backward, "divide", noted)
+    tensors = inputs((700, 700), (4, 2), 2, device=device)
+    config = Mxfp8BackwardConfig(ds_bytes=int(OF_HEAD * parts))
+    judged(tensors, causal=True, backward_config=config)
+    assert found[0].problem.ds_bytes_of_head == 2 * OF_HEAD
+    assert len(found[0].chunks) == {2: 2, 1: 4, 0.6: 8}[parts]
+
+
+@pytest.mark.simulator
+@pytest.mark.sampled
+def test_too_little_memory_is_refused():
+    tensors = inputs((300, 300), (2, 1), 1)
+    given = quantize_mxfp8_training(*tensors)
+    config = Mxfp8BackwardConfig(ds_bytes=1 << 10)
+    out = flash_attn_func(**given._asdict(), backward_config=config)
+    with pytest.raises(
+        NotImplementedError, match="keep dS of a KV head, .* bytes here .* accepted"
+    ):
+        out.backward(out.detach())
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[(130, 300), (0, 40), (300, 129), (1, 0), (70, 70)], [(3, 5)] * 40 + [(130, 257)]],
+    ids=("few", "many"),
+)
+@pytest.mark.sampled("static-few")
+def test_packed_sequences(lengths, device, use_clc):
+    of_q, of_k = zip(*lengths)
+    begins = offsets(of_q, device), offsets(of_k, device)
+    tensors = inputs((sum(of_q), sum(of_k)), (4, 2), device=device)
+    out, dout, _, found = run(
+        tensors, begins, max_seqlen_q=max(of_q), max_seqlen_k=max(of_k), causal=True,
+        use_clc=use_clc,
+    )  # fmt: skip
+    values = Exact(tensors, dout, begins)
+    for number, (queries, keys) in enumerate(lengths):
+        rows, columns = (slice(*(int(b) for b in side[number : number + 2])) for side in begins)
+        own = [t[where][None] for t, where in zip(found, (rows, columns, columns))]
+        if queries and keys:
+            one = values.sequence(rows, columns)
+            accurate(own, one, dout[rows][None], out[rows][None], causal=True)
+        else:
+            assert not any(t.any() for t in own)
+
+
+# ---------------------------------------------------------------- in the simulator
+
+
+@pytest.mark.sampled
+def test_both_schedulers_give_the_same_bits(monkeypatch, architecture, device):
+    if device == "cpu":
+        monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:3")
+    tensors = inputs((300, 700), (4, 2), 1, device=device)
+    results = []
+    for use_clc in (False, True):
+        torch.manual_seed(5)
+        results.append(run(tensors, causal=True, use_clc=use_clc)[3])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("packed", [False, True], ids=("dense", "packed"))
+@pytest.mark.sampled("static-dense-1")
+def test_no_findings(packed, seed, use_clc, sanitize):
+    sanitize(seed, clusters=2)
+    if packed:
+        begins = offsets((300, 20, 280)), offsets((400, 130, 70))
+        tensors = inputs((600, 600), (2, 1))
+        run(tensors, begins, max_seqlen_q=300, max_seqlen_k=400, causal=True, use_clc=use_clc)
+    else:
+        run(inputs((300, 400), (2, 1), 2), causal=True, use_clc=use_clc)
+    reports = sm100_sim.last_reports()
+    assert [report.findings for report in reports] == [[]] * len(reports)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def training():
+    """Operands of 3 queries and 9 keys, 4 query heads over 2."""
+    return quantize_mxfp8_training(*inputs((3, 9), (4, 2), 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [({"softcap": 20.0}, NotImplementedError, "mxfp8_gradients with softcap: not offered"),
+     ({"learnable_sink": torch.zeros(4)}, NotImplementedError, "with learnable_sink: not offered"),
+     ({"out_gate": torch.zeros(1, 3, 4).bfloat16()}, NotImplementedError, "with out_gate: not"),
+     ({"block_mask": masks.prefix_lm(1, 3, 9)}, NotImplementedError, "with mask_steps"),
+     ({"return_max_logits": True}, NotImplementedError, "with return_max_logits: not offered"),
+     ({"out": torch.zeros(1, 3, 4, 256).bfloat16()}, NotImplementedError, "with out: not offered"),
+     ({"backward_config": BackwardConfig()}, TypeError, "must be a .*Mxfp8BackwardConfig or None"),
+     ({"mxfp8_gradients": 3}, TypeError, "mxfp8_gradients is a int; accepted: that of")],
+    ids=lambda part: part if isinstance(part, str) else "",
+)  # fmt: skip
+@pytest.mark.simulator
+def test_what_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        flash_attn_func(**training()._asdict() | options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [({"q": torch.zeros(1, 3, 4, 256)}, TypeError, r"mxfp8_gradients.q has dtype torch.float32"),
+     ({"k": torch.zeros(1, 9, 2, 256).half()}, TypeError, "mxfp8_gradients.k has dtype"),
+     ({"q_rows": torch.zeros(1, 4, 4, 256).to(torch.float8_e4m3fn)}, ValueError,
+      "mxfp8_gradients.q_rows has shape"),
+     ({"k_rows": torch.zeros(1, 9, 2, 256).bfloat16()}, TypeError,
+      "mxfp8_gradients.k_rows has dtype torch.bfloat16; accepted: torch.float8_e4m3fn"),
+     ({"v_columns_descale": torch.ones(1)}, TypeError, "v_columns_descale has dtype"),
+     ({"q_rows_descale": torch.zeros(1, 4, 128, 8, dtype=torch.uint8)}, ValueError,
+      r"q_rows_descale has shape .*; accepted: \(1, 4, 256, 4\)")],
+    ids=lambda part: part if isinstance(part, str) else "",
+)  # fmt: skip
+@pytest.mark.simulator
+def test_operands_that_do_not_fit_are_refused(changes, error, message):
+    given = training()
+    given = given._replace(mxfp8_gradients=given.mxfp8_gradients._replace(**changes))
+    with pytest.raises(error, match=message):
+        flash_attn_func(**given._asdict())
+
+
+@pytest.mark.simulator
+def test_lengths_in_use_are_refused():
+    with pytest.raises(NotImplementedError, match="with seqused_k: not offered; accepted: dense"):
+        flash_attn_varlen_func(**training()._asdict(), seqused_k=int32([5]))
+
+
+@pytest.mark.simulator
+def test_operands_without_scales_of_blocks_are_refused():
+    given = training()._asdict()
+    scales = {name: torch.ones(1) for name in given if name.endswith("descale")}
+    with pytest.raises(ValueError, match="mxfp8_gradients given without scales of blocks"):
+        flash_attn_func(**given | scales)
+
+
+@pytest.mark.simulator
+def test_graphs_are_refused():
+    given = training()._asdict()
+    compiled = torch.compile(flash_attn_func, backend="eager")
+    with pytest.raises(Exception, match="mxfp8_gradients inside torch.compile"):
+        compiled(**given)
+
+
+@pytest.mark.simulator
+def test_second_order_gradients_are_refused():
+    tensors = inputs((3, 9), (4, 2), 1)
+    out = flash_attn_func(**quantize_mxfp8_training(*tensors)._asdict())
+    with pytest.raises(NotImplementedError, match="no second-order gradients"):
+        torch.autograd.grad(out.sum(), tensors, create_graph=True)
+
+
+@pytest.mark.simulator
+def test_without_gradients_the_result_is_that_of_the_operands():
+    tensors = [t.detach() for t in inputs((30, 90), (4, 2), 1)]
+    found = flash_attn_func(**quantize_mxfp8_training(*tensors)._asdict(), return_lse=True)
+    wanted = flash_attn_func(**quantize_mxfp8(*tensors)._asdict(), return_lse=True)
+    assert all(map(torch.equal, found, wanted)) and not found[0].requires_grad
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("where", [one.name for one in ARCHITECTURES])
+def test_architectures_without_kernels_say_so(where, monkeypatch):
+    if has_gradients(where):
+        pytest.skip("it has some")
+    monkeypatch.setenv("FA4_HD256_ARCH", where)
+    with pytest.raises(NotImplementedError, match=f"{where}.* has no backward in mxfp8 yet"):
+        flash_attn_func(**training()._asdict())
