@@ -114,10 +114,12 @@ def declared(edges, steps, tiles, skipped=None):
 
 
 def table_of(plan, capped=False):
-    """Return the table of steps of a plan.  capped: of calls whose scores have slopes."""
+    """Return the table of steps of a plan.  capped: of calls whose scores have slopes, where it has
+    a table of its own."""
     of_architecture = type(plan).__module__.split(".")[:3]
     proof = importlib.import_module(".".join((*of_architecture, "proof", "plans")))
-    return proof.plans_of(plan)[capped].steps
+    found = proof.plans_of(plan)
+    return (found[-1] if capped else found[0]).steps
 
 
 def assert_as_declared(report, plan, tiles, steps=None, ctas=(0, 1)):
