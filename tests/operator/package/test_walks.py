@@ -151,7 +151,7 @@ def closure(module: Path) -> set[Path]:
 
 
 #: Kernel -> modules, and their lines, that a reader of it meets. Only ever lower them.
-CLOSURES = {"kernels/blackwell/forward/kernel.py": (33, 6197)}
+CLOSURES = {"kernels/blackwell/forward/kernel.py": (33, 6123)}
 
 
 @pytest.mark.parametrize("kernel", CLOSURES)
