@@ -135,6 +135,12 @@ VARIABLES = (
         "number of clusters that run at the same time",
     ),
     Variable(
+        "SM100_SIM_PADDED",
+        "0",
+        "1: loads may read behind a tensor, up to the multiple of 512 bytes to which PyTorch "
+        "rounds it on a GPU",
+    ),
+    Variable(
         "SM100_SIM_CACHE_DIR",
         "$XDG_CACHE_HOME/sm100_sim or ~/.cache/sm100_sim",
         "directory of the simulator's translated kernels; off keeps none; not used where others "
