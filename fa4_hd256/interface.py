@@ -127,7 +127,7 @@ def flash_attn_func(
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
     q_descale, k_descale, v_descale: scales of q, of k and of v in float8_e4m3fn, float32: one
         value, or (batch, heads_kv), that of q too; or of blocks, in float8_e8m0fnu (mxfp8). All or
-        none of those that are in this dtype. No gradients without mxfp8_gradients (docs/serving.md).
+        none of those in this dtype. No gradients without mxfp8_gradients (docs/serving.md).
     mxfp8_gradients: operands of the gradients in mxfp8, of `quantize.quantize_mxfp8_training`.
         Gradients flow to the tensors that it quantized, and out has their dtype (docs/training.md).
     score_mod: changes scores, softmax_scale * q k, before the mask: ALiBi, or one of the
