@@ -162,6 +162,16 @@ def test_illegal_shapes(m, n, group, named):
         decode_instruction(raw, "f16", group)
 
 
+@pytest.mark.parametrize("kind", ["mxf4", "mxf4nvf4"])
+def test_the_version_of_sparse_matrices_is_no_part_of_a_type(kind):
+    """CuTe DSL's primitives set bit 12 for 4-bit operands; it means nothing to a dense matrix."""
+    raw = 1 << 7 | 1 << 10 | 16 << 17 | 1 << 23 | 8 << 24
+    plain, versioned = (decode_instruction(raw | bit, kind, 1, block=32) for bit in (0, 1 << 12))
+    assert versioned.b_type == "e2m1" and versioned == plain
+    with pytest.raises(DescriptorError, match="B type field 2"):
+        decode_instruction(raw ^ 3 << 10, kind, 1, block=32)
+
+
 def test_illegal_types():
     shape = 16 << 17 | 8 << 24
     with pytest.raises(DescriptorError, match="A type field 2"):

@@ -407,7 +407,9 @@ def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> Ins
     long = bool(raw >> 31)
     _check(not long or kind.packed, what + "K 96 (bit 31), accepted for kinds of 4-bit elements")
     types = []
-    for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):
+    # Bit 12 is the version of sparse matrices in the 4-bit kinds, part of the type in the other.
+    of_b = raw >> 10 & (3 if kind.packed else 7)
+    for name, value in (("A type", raw >> 7 & 7), ("B type", of_b)):
         _check(
             value in kind.operands, what + f"{name} field {value}, accepted {sorted(kind.operands)}"
         )
