@@ -260,9 +260,10 @@ def gradient_compile_arguments(
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
     if problem.descale == OF_BLOCKS:
         codes, scales = (element, 4), (cutlass.Int32, SCALE_RANK)
-        types = (codes, scales)
         operands = tuple(
-            tensor_type(*form, TMA_ALIGNMENT) for form in types for _ in MXFP8_GRADIENT_OPERANDS
+            tensor_type(*form, TMA_ALIGNMENT)
+            for form in (codes, scales)
+            for _ in MXFP8_GRADIENT_OPERANDS
         )
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
