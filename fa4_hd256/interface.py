@@ -468,10 +468,9 @@ def _attend_mxfp8(
     """Return the results of a public function with mxfp8_gradients. tensors, arguments, form: as of
     `_find_and_run`. results: out, return_lse, return_max_logits."""
     *inputs, _ = tensors
-    names = "out", "return_lse", "return_max_logits"
-    refused = [name for name, value in zip(names, results) if name != names[1] and value is not None
-               and value is not False]  # fmt: skip
-
+    given_out, return_lse, return_max_logits = results
+    beside = {"out": given_out is not None, "return_max_logits": return_max_logits}
+    refused = [name for name, is_given in beside.items() if is_given]
     said = Call(*arguments)
     arguments = tuple(said._replace(backward_config=None))
 
@@ -480,7 +479,7 @@ def _attend_mxfp8(
 
     call = mxfp8.described_call(given, ForwardTensors(*inputs), said, run, refused)
     out, lse = mxfp8.attend(call)
-    return (out, lse) if results[1] else out
+    return (out, lse) if return_lse else out
 
 
 def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) -> None:

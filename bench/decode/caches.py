@@ -152,8 +152,7 @@ def _round_to_nvfp4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(shape, dtype=torch.uint8, device=device)
     scales = torch.full(block_scales_shape(codes), scale, device=device).to(torch.float8_e4m3fn)
     for rows, own, of_rows in zip(tensor, codes, scales):
-        pairs = e2m1_codes(rows.float() / scale).unflatten(-1, (-1, 2))
-        own.copy_(pairs[..., 0] | pairs[..., 1] << 4)
+        own.copy_(e2m1_codes(rows.float() / scale))
         rows.copy_(dequantize_nvfp4(own, of_rows))
     return codes, scales
 

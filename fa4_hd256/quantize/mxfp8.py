@@ -122,9 +122,7 @@ def quantize_mxfp8_training(
 
     Raises as `quantize_mxfp8` does, and TypeError for other dtypes.
     """
-    if len({q.dtype, k.dtype, v.dtype} | set(_HALVES)) > len(_HALVES) or not (
-        q.dtype == k.dtype == v.dtype
-    ):
+    if q.dtype not in _HALVES or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; accepted: all "
             "torch.bfloat16 or all torch.float16, which their gradients have, too"

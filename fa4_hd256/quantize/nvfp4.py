@@ -65,9 +65,8 @@ def quantize_nvfp4(
     wanted = (largest / (E2M1_LARGEST * scale)).clamp(max=E4M3_LARGEST)
     block_scales = wanted.to(torch.float8_e4m3fn)
     step = (block_scales.float() * scale)[..., None]
-    codes = e2m1_codes(torch.where(step == 0, torch.zeros_like(blocks), blocks / step))
-    pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4, block_scales
+    values = torch.where(step == 0, torch.zeros_like(blocks), blocks / step)
+    return e2m1_codes(values.flatten(-2)), block_scales
 
 
 def dequantize_nvfp4(
@@ -108,9 +107,11 @@ def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Return the code of each value as uint8, rounded to nearest even and kept within 6; NaN has
-    that of 0."""
+    """Return the codes of values, two in a byte of uint8, rounded to nearest even and kept within
+    6; NaN has that of 0."""
     absolute, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
     for midpoint, goes_up in E2M1_MIDPOINTS:
         codes += absolute >= midpoint if goes_up else absolute > midpoint
-    return codes | (values.signbit() & ~values.isnan()).to(torch.uint8) << 3
+    codes |= (values.signbit() & ~values.isnan()).to(torch.uint8) << 3
+    even, odd = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return even | odd << 4

@@ -235,6 +235,17 @@ def _scaled(product: str, keys: str, passing: str, ring: str, read_by: str) -> t
 
 
 _DV_LOADED = *_OPERANDS, loaded("stats", "lse", "delta")
+#: What the gradient warps do last in a step: dS, then P of the next step.
+_DV_LAST_ACTS = (
+    act(read("stats", "delta"), arrive("stats_free")),
+    _ahead(
+        wait("s_done"),
+        read("s", "S"),
+        arrive("s_free"),
+        wait("stats_loaded"),
+        read("stats", "LSE"),
+    ),
+)
 
 DV_STEPS = StepTable(
     rings=(
@@ -270,14 +281,7 @@ DV_STEPS = StepTable(
                 # With a score_mod all of dV is drained before P is stored, and dv_free comes then:
                 # this is the later case.
                 _drained(read("dv", "dV"), arrive("dv_free")),
-                act(read("stats", "delta"), arrive("stats_free")),
-                _ahead(
-                    wait("s_done"),
-                    read("s", "S"),
-                    arrive("s_free"),
-                    wait("stats_loaded"),
-                    read("stats", "LSE"),
-                ),
+                *_DV_LAST_ACTS,
             ),
         ),
     ),
@@ -329,14 +333,7 @@ DV_MXFP8_STEPS = StepTable(
                     arrive("p_done"),
                 ),
                 _drained(read("dv", "dV"), arrive("dv_free")),
-                act(read("stats", "delta"), arrive("stats_free")),
-                _ahead(
-                    wait("s_done"),
-                    read("s", "S"),
-                    arrive("s_free"),
-                    wait("stats_loaded"),
-                    read("stats", "LSE"),
-                ),
+                *_DV_LAST_ACTS,
             ),
         ),
     ),
