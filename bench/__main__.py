@@ -17,6 +17,7 @@ COMMANDS = {
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "training": "a small model trained with each attention: its loss by step",
     "decode": "decoding beside others, over K and V in e4m3, in pages, with new rows of a cache",
+    "gate": "a sigmoid gate of the result, in the kernel and apart",
     "accuracy": "error of out by degree and share of emulated exp2, or of gradients, simulated",
     "host": "host time of an eager call, beside others",
     "bringup": "the first hour on a GPU: one command, one report",
@@ -27,7 +28,7 @@ COMMANDS = {
 #: Title of the help -> commands.
 GROUPS = {
     "time on a GPU (without one: modelled, where lab/ is here)": (
-        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "vllm",
+        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "gate", "vllm",
     ),
     "correctness": ("accuracy", "training", "bringup"),
     "analysis": ("host", "profile", "report"),
