@@ -122,6 +122,11 @@ def decode(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(DECODE_PARTS)}; all unless chosen",
     )
     parser.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
+    parser.add_argument(
+        "--l2",
+        choices=L2_STATES,
+        help=f"before each run of a measurement; by default {WARM} of new-rows and {COLD} else",
+    )
     add_model_options(parser)
     add_jobs_option(parser)
     add_sampling_options(parser)

@@ -20,7 +20,7 @@ from bench.commands import throughput
 from bench.decode import caches, new_rows
 from bench.measure.providers import Ours
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import COLD, WARM, CudaTimer, Sampling
+from bench.measure.timer import COLD, L2_CONTENTS, WARM, CudaTimer, Sampling
 from bench.modelled import modelled
 from bench.options import DECODE_PARTS, DECODE_PROVIDERS
 from bench.suite import FORWARD, Case
@@ -31,7 +31,7 @@ from bench.tables.table import Column, Table
 
 class Part(NamedTuple):
     """A table. measured: the row of a case, whose `failed` says that ours broke or was wrong. l2:
-    the state of L2 before each run."""
+    the state of L2 before each run, unless it is chosen."""
 
     cases: Callable[[], Sequence[Case]]
     columns: tuple[Column, ...]
@@ -102,10 +102,12 @@ def main(arguments: argparse.Namespace) -> int:
     makers = {name: PARTS[name].cases for name in DECODE_PARTS}
     for name, cases in chosen(arguments, makers).items():
         part, limit = PARTS[name], TimeLimit(arguments.within)
-        timer = CudaTimer(l2=part.l2)
+        timer = CudaTimer(l2=arguments.l2 or part.l2)
         begun = (part.measured(case, timer, sampling) for case in limit.begun(cases))
         rows = ready(begun, len(cases), part.columns, f"measuring {name}")
-        tables.append(limit.noted(part.table(rows)))
+        of_part = part.table(rows)
+        note = f"L2 before each run, {timer.l2}: {L2_CONTENTS[timer.l2]}."
+        tables.append(limit.noted(replace(of_part, notes=(*of_part.notes, note))))
         failed |= any(row["failed"] for row in rows)
     emit(tables, arguments)
     return int(failed)

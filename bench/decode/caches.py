@@ -246,8 +246,8 @@ def table(case: CacheCase, title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Tabulate rows of `measured`. case: any of them."""
     reasons = sorted({row["refused"] for row in rows} - {""})
     notes = (
-        "Medians; all of a row interleaved, results checked, L2 overwritten before each launch. "
-        "Page numbers are in an order by chance. Clock and power are those of the last of ours.",
+        "Medians; all of a row interleaved, results checked. Page numbers are in an order by "
+        "chance. Clock and power are those of the last of ours.",
         *(f"Not run: {reason}." for reason in reasons),
     )
     plot = Plot(("shape", "heads"), tuple(map(case.name, case.forms())), panel="kv_types")

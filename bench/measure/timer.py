@@ -172,9 +172,13 @@ def _replay(graph: Any, call: Callable[[], Any]) -> None:
 _PAUSE_CLOCKS = 60_000
 
 
-#: Content of L2 when a run begins: lines of others that are still to be written to HBM; lines of
-#: others that were read only, as weights are; what the run before left.
-L2_STATES = COLD, CLEAN, WARM = "cold", "clean", "warm"
+#: Content of L2 when a run begins, by state.
+L2_CONTENTS = {
+    (COLD := "cold"): "lines of others that are still to be written to HBM",
+    (CLEAN := "clean"): "lines of others that were read only, as weights are",
+    (WARM := "warm"): "what the run before left",
+}
+L2_STATES = tuple(L2_CONTENTS)
 
 
 class CudaTimer:

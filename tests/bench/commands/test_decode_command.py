@@ -56,7 +56,11 @@ def test_the_parts_measure_and_a_wrong_result_fails(monkeypatch, capsys):
     monkeypatch.setattr(decode, "CudaTimer", Timer)
     monkeypatch.setattr(decode.Ours, "missing", lambda self: None)
     assert main(["decode", "pages", "new-rows"]) == 0
-    assert capsys.readouterr().out.count("1x(1, 64)") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("1x(1, 64)") == 2
+    assert "each run, cold: lines" in printed and "each run, warm: what the run" in printed
+    assert main(["decode", "pages", "new-rows", "--l2", "clean"]) == 0
+    assert capsys.readouterr().out.count("L2 before each run, clean: ") == 2
     failing.append(decode.WARM)
     assert main(["decode", "kv-types", "pages"]) == 0 and main(["decode", "new-rows"]) == 1
 
