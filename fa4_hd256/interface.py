@@ -293,6 +293,7 @@ def flash_attn_varlen_func(
         others, key = read_options(tree_mask, score_mod, q_descale, k_descale, v_descale)
     if backward_metadata is not None:
         apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+        apart["mxfp8_gradients"] = mxfp8_gradients
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink, out_gate), backward_metadata)
         others = {**others, **read}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.block_scales import SCALE_DTYPES
 from ..kernels.nvfp4_format import (
     BLOCK_SCALES,
     CACHE_DTYPES,
@@ -27,7 +28,7 @@ from ..kernels.problem_class import (
 )
 from .checks import are_differentiated
 from .memory import require_dense
-from .mxfp8_scales import SCALE_DTYPES, check_blocks, check_packed
+from .mxfp8_scales import check_blocks, check_packed
 
 
 def refuse_gradients(*scales: Any) -> None:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.block_scales import ATOM_ROWS
+from ..kernels.block_scales import ATOM_ROWS, SCALE_DTYPES
+from ..kernels.functions.user_functions import FUNCTION_TENSORS
+from ..kernels.mask.block_mask import MASK_TABLES
 from ..kernels.problem_class import E4M3, OF_BLOCKS
 from .backward_problem import BackwardProblem
+from .checks import reads_contents, said
 from .chunks import BackwardDivision
 from .memory import require_dense
-from .mxfp8_scales import SCALE_DTYPES, check_shape
+from .mxfp8_scales import check_packed, check_shape
 from .operator_arguments import BackwardTensors, ForwardTensors
 from .options import Options
 
@@ -71,9 +74,14 @@ def refuse_others(tensors: ForwardTensors, softcap: Any, beside: Sequence[str]) 
 
     beside: names of further arguments that are given.
     """
-    given = [name for name in tensors.others() if name not in ACCEPTED]
+    given = [
+        "block_mask" if name in MASK_TABLES else said(name)
+        for name in tensors.others()
+        # Functions are among the arguments beside.
+        if name not in (*ACCEPTED, *FUNCTION_TENSORS)
+    ]
     given += ["learnable_sink"] * (tensors.sink is not None) + ["softcap"] * bool(softcap)
-    names = (*given, *beside)
+    names = dict.fromkeys((*given, *beside))
     if names:
         raise NotImplementedError(
             f"mxfp8_gradients with {', '.join(names)}: not offered; accepted: dense q, k and v, or "
@@ -89,6 +97,11 @@ def check_given(given: Any, tensors: ForwardTensors) -> None:
             "mxfp8_gradients given without scales of blocks; accepted: with q, k and v in mxfp8 "
             "(fa4_hd256.quantize.quantize_mxfp8_training)"
         )
+    for name, tensor in given._asdict().items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"mxfp8_gradients.{name} must be a torch.Tensor, got {type(tensor).__name__}"
+            )
     for name in "qkv":
         exact, codes = getattr(given, name), getattr(tensors, name)
         _check(f"mxfp8_gradients.{name}", exact, codes, (torch.bfloat16, torch.float16))
@@ -107,9 +120,18 @@ def check_given(given: Any, tensors: ForwardTensors) -> None:
                 f"mxfp8_gradients.{descale} has dtype {scale.dtype}; accepted: "
                 f"{' or '.join(map(str, SCALE_DTYPES))}"
             )
+        if scale.device != codes.device:
+            raise ValueError(
+                f"mxfp8_gradients.{descale} is on {scale.device}; accepted: {codes.device}, like "
+                "the codes"
+            )
         is_packed = codes.ndim == 3
         rows = codes.unsqueeze(0) if is_packed else codes
         check_shape(descale, tuple(scale.shape), rows, is_packed)
+    if reads_contents(tensors.q.device):
+        scales = {f"{name}_descale": getattr(given, f"{name}_descale") for name in GIVEN}
+        sides = {f"{name}_descale": "q" if of == "q" else "k" for name, of in GIVEN.items()}
+        check_packed({**tensors.others(), **scales}, sides)
 
 
 def _check(

@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 
-from ..kernels.block_scales import ATOM_BYTES, ATOM_ROWS, ATOMS, SCALE_BLOCK
+from ..kernels.block_scales import (
+    ATOM_BLOCKS,
+    ATOM_BYTES,
+    ATOM_ROWS,
+    ATOMS,
+    SCALE_BLOCK,
+    SCALE_DTYPES,
+)
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_BLOCKS
 from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 
-#: E8M0, or its bytes.
-SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 #: Scales of v for the forward, and for gradients of q, k and dout, whose blocks are of rows.
 OF_ROWS = (DESCALES[2], "q_rows_descale", "k_rows_descale", "dout_rows_descale")
+#: Whose sequences scales of packed ones are of.
+_SIDES = dict(zip(DESCALES, "qkk", strict=True))
 _ROW_SCALES = HEAD_DIM // SCALE_BLOCK
 _APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS)
 
@@ -65,12 +72,12 @@ def check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed:
     tiles = -(-rows // ATOM_ROWS)
     outer, along = ((heads,), 1) if packed else ((batch, heads), 2)
     if name in OF_ROWS:
-        accepted, found = (*outer, HEAD_DIM, 4 * tiles), shape[along + 1 :]
+        accepted, found = (*outer, HEAD_DIM, ATOM_BLOCKS * tiles), shape[along + 1 :]
         wide = shape[:along] == outer and shape[along : along + 1] == (HEAD_DIM,)
     else:
         accepted, found = (*outer, ATOM_ROWS * tiles, _ROW_SCALES), shape[along : along + 1]
         wide = shape[:along] == outer and shape[along + 1 :] == (_ROW_SCALES,)
-    unit = accepted[-1] // tiles if name in OF_ROWS else ATOM_ROWS
+    unit = ATOM_BLOCKS if name in OF_ROWS else ATOM_ROWS
     more = packed and wide and len(shape) == 3 and found[0] % unit == 0
     if shape == accepted or more and found[0] >= unit * tiles:
         return
@@ -80,16 +87,16 @@ def check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed:
     )
 
 
-def check_packed(given: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError for scales of packed sequences with fewer tiles than these. Waits for the
-    device."""
-    for name, side in zip(DESCALES, "qkk", strict=True):
+def check_packed(given: Mapping[str, torch.Tensor], sides: Mapping[str, str] = _SIDES) -> None:
+    """Raise ValueError for scales of packed sequences with fewer tiles than these. sides: names of
+    scales, and "q" or "k", whose sequences they are of. Waits for the device."""
+    for name, side in sides.items():
         offsets = given.get(f"cu_seqlens_{side}")
         if offsets is None:
             continue
         tiles = int((-(-offsets.diff() // ATOM_ROWS)).sum())
         scale = given[name]
-        found = scale.numel() // (scale.shape[0] * ATOMS * ATOM_BYTES)
+        found = scale.numel() // (max(1, scale.shape[0]) * ATOMS * ATOM_BYTES)
         if found < tiles:
             raise ValueError(
                 f"{name} has {found} tiles of a head; accepted: {tiles}, ceil(length / "

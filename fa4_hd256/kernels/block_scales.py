@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+#: E8M0, or its bytes.
+SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 #: Elements of a block, which have a scale together.
 SCALE_BLOCK = 32
 #: Scales lie in atoms of 128 rows x 4 blocks, a byte each.

@@ -54,13 +54,13 @@ def described_call(
         )
     functions = [n for n in ("score_mod", "mask_mod") if getattr(arguments, n) is not None]
     refuse_others(tensors, arguments.softcap, (*functions, *beside))
+    values = arguments._replace(backward_config=None).values(tensors)
     check_given(given, tensors)
     kernels = kernels_of(architecture_of(tensors.q.device))
     kernels.backward_set(is_mxfp8=True)
     config = named_configs.encode(
         arguments.backward_config, kernels.config("mxfp8_backward"), said="backward_config"
     )
-    values = arguments._replace(backward_config=None).values(tensors)
     values = values._replace(use_clc=values.backward_use_clc, config=config)
     return Mxfp8Call(tensors, given, values, run)
 

@@ -29,11 +29,11 @@ there are, not where: memory is in the order of the atoms.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.block_scales import ATOM_BLOCKS, ATOM_ROWS, SCALE_BLOCK
+from ..kernels.block_scales import ATOM_BLOCKS, ATOM_ROWS, SCALE_BLOCK, SCALE_DTYPES
 from ..kernels.limits import HEAD_DIM
 
 #: Dtypes of tensors that gradients flow to.
@@ -96,7 +96,8 @@ def quantize_mxfp8(
     q, k, v: (batch, seqlen, heads, 256), or packed (total, heads, 256) with cu_seqlens, on any
     device. With cu_seqlens it waits for the device: the number of atoms follows the lengths.
 
-    Raises ValueError for another shape, TypeError for a dtype that is not floating.
+    Raises ValueError for another shape and for offsets that are none of the rows, TypeError for a
+    dtype that is not floating.
     """
     found = [
         quantized(name, tensor, offsets, along_rows=name == "v")
@@ -122,6 +123,8 @@ def quantize_mxfp8_training(
 
     Raises as `quantize_mxfp8` does, and TypeError for other dtypes.
     """
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        _check_kind(name, tensor)
     if q.dtype not in _HALVES or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; accepted: all "
@@ -148,8 +151,19 @@ def dequantize_mxfp8(
 
     codes, descale: one tensor of `quantize_mxfp8` and its scales; cu_seqlens: its offsets, where it
     is packed; along_keys: it is V, whose blocks are of keys.
+
+    Raises TypeError for other dtypes, ValueError for other shapes and offsets.
     """
+    _check_kind("codes", codes)
+    _check_rows("codes", codes, cu_seqlens)
+    _check_kind("descale", descale)
+    if codes.dtype != torch.float8_e4m3fn or descale.dtype not in SCALE_DTYPES:
+        raise TypeError(
+            f"codes are {codes.dtype}, descale {descale.dtype}; accepted: torch.float8_e4m3fn and "
+            f"{' or '.join(map(str, SCALE_DTYPES))}"
+        )
     padded, rows = _padded(codes.to(torch.float64), cu_seqlens)
+    _check_scales(descale, padded, cu_seqlens is not None, along_keys)
     exponents = _from_atoms(descale, along_keys).view(torch.uint8).to(torch.float64) - BIAS
     scales = torch.exp2(exponents).masked_fill_(exponents == 255 - BIAS, float("nan"))
     if along_keys:
@@ -165,14 +179,10 @@ def quantized(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, scales in atoms) of one tensor.  along_rows: blocks are of 32 rows, not of 32
     columns. Raises as `quantize_mxfp8` does."""
+    _check_kind(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: a floating one")
-    dimensions = 4 if offsets is None else 3
-    if tensor.ndim != dimensions or tensor.shape[-1] != HEAD_DIM:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; accepted: (batch, seqlen, heads, 256), or "
-            "(total, heads, 256) with cu_seqlens"
-        )
+    _check_rows(name, tensor, offsets)
     padded, rows = _padded(tensor.float(), offsets)
     # Blocks last.
     along = padded.transpose(1, 2)
@@ -187,6 +197,52 @@ def quantized(
     codes = (codes.transpose(2, 3) if along_rows else codes).transpose(1, 2)
     scales = (exponents + BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
     return _unpadded(codes, rows, tensor).contiguous(), _to_atoms(scales, along_rows, offsets)
+
+
+def _check_kind(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _check_rows(name: str, tensor: torch.Tensor, offsets: torch.Tensor | None) -> None:
+    """Raise TypeError or ValueError for another shape than that of q, and for offsets that are none
+    of its rows. Waits for the device of offsets."""
+    dimensions = 4 if offsets is None else 3
+    if tensor.ndim != dimensions or tensor.shape[-1] != HEAD_DIM:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; accepted: (batch, seqlen, heads, 256), or "
+            "(total, heads, 256) with cu_seqlens"
+        )
+    if offsets is None:
+        return
+    _check_kind(f"cu_seqlens of {name}", offsets)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens of {name} has dtype {offsets.dtype}; accepted: torch.int32")
+    if offsets.ndim != 1 or not len(offsets) or offsets.device != tensor.device:
+        raise ValueError(
+            f"cu_seqlens of {name} has shape {tuple(offsets.shape)} on {offsets.device}; accepted: "
+            f"(sequences + 1,) on {tensor.device}"
+        )
+    found, rows = offsets.tolist(), tensor.shape[0]
+    if found[0] != 0 or found != sorted(found) or found[-1] > rows:
+        raise ValueError(
+            f"cu_seqlens of {name} is {found}; accepted: offsets that ascend from 0 to at most "
+            f"{rows}, the number of its rows"
+        )
+
+
+def _check_scales(
+    descale: torch.Tensor, padded: torch.Tensor, is_packed: bool, along_keys: bool
+) -> None:
+    """Raise ValueError for scales that are not those of (batch, rows, heads, 256) codes."""
+    batch, rows, heads, columns = padded.shape
+    plane = (columns, rows // SCALE_BLOCK) if along_keys else (rows, columns // SCALE_BLOCK)
+    accepted = (heads, *plane) if is_packed else (batch, heads, *plane)
+    if tuple(descale.shape) != accepted:
+        raise ValueError(
+            f"descale has shape {tuple(descale.shape)}; accepted: {accepted}, of such codes"
+            f"{' with' if along_keys else ' without'} along_keys"
+        )
 
 
 def _exponents(blocks: torch.Tensor) -> torch.Tensor:

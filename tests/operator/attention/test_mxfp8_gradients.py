@@ -9,7 +9,7 @@ from mxfp8_gradient_cases import Exact, accurate, has_gradients, inputs, run
 from paged_cases import int32, offsets
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_backward_metadata, masks
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
@@ -168,6 +168,18 @@ def test_packed_sequences(lengths, device, use_clc):
             assert not any(t.any() for t in own)
 
 
+@pytest.mark.simulator
+@pytest.mark.parametrize("lengths", [(0, 0), (5, 0), (0, 5)], ids=str)
+def test_sides_without_rows(lengths):
+    """All packed sequences of a side may be empty."""
+    begins = offsets(lengths[:1]), offsets(lengths[1:])
+    tensors = inputs(lengths, (4, 2))
+    out, _, _, found = run(tensors, begins, max_seqlen_q=5, max_seqlen_k=5)
+    assert out.shape == tensors[0].shape and not out.any()
+    assert [t.shape for t in found] == [t.shape for t in tensors]
+    assert not any(t.any() for t in found)
+
+
 # ---------------------------------------------------------------- in the simulator
 
 
@@ -212,7 +224,7 @@ def training():
     [({"softcap": 20.0}, NotImplementedError, "mxfp8_gradients with softcap: not offered"),
      ({"learnable_sink": torch.zeros(4)}, NotImplementedError, "with learnable_sink: not offered"),
      ({"out_gate": torch.zeros(1, 3, 4).bfloat16()}, NotImplementedError, "with out_gate: not"),
-     ({"block_mask": masks.prefix_lm(1, 3, 9)}, NotImplementedError, "with mask_steps"),
+     ({"block_mask": masks.prefix_lm(1, 3, 9)}, NotImplementedError, "with block_mask: not"),
      ({"return_max_logits": True}, NotImplementedError, "with return_max_logits: not offered"),
      ({"out": torch.zeros(1, 3, 4, 256).bfloat16()}, NotImplementedError, "with out: not offered"),
      ({"backward_config": BackwardConfig()}, TypeError, "must be a .*Mxfp8BackwardConfig or None"),
@@ -234,6 +246,9 @@ def test_what_is_refused(options, error, message):
      ({"k_rows": torch.zeros(1, 9, 2, 256).bfloat16()}, TypeError,
       "mxfp8_gradients.k_rows has dtype torch.bfloat16; accepted: torch.float8_e4m3fn"),
      ({"v_columns_descale": torch.ones(1)}, TypeError, "v_columns_descale has dtype"),
+     ({"k_rows": None}, TypeError, "mxfp8_gradients.k_rows must be a torch.Tensor, got NoneType"),
+     ({"k_rows_descale": torch.zeros(1, 2, 256, 4, dtype=torch.uint8, device="meta")}, ValueError,
+      "mxfp8_gradients.k_rows_descale is on meta; accepted: cpu"),
      ({"q_rows_descale": torch.zeros(1, 4, 128, 8, dtype=torch.uint8)}, ValueError,
       r"q_rows_descale has shape .*; accepted: \(1, 4, 256, 4\)")],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -244,6 +259,38 @@ def test_operands_that_do_not_fit_are_refused(changes, error, message):
     given = given._replace(mxfp8_gradients=given.mxfp8_gradients._replace(**changes))
     with pytest.raises(error, match=message):
         flash_attn_func(**given._asdict())
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("name", "side"), [("v_columns", "k"), ("q_rows", "q"), ("k_rows", "k")], ids=str
+)
+def test_too_few_scales_of_packed_sequences_are_refused(name, side):
+    """A tile of its own for each sequence."""
+    begins = offsets((5, 6))
+    given = quantize_mxfp8_training(*inputs((11, 11), (4, 2)), begins, begins)
+    scales = f"{name}_descale"
+    whole = getattr(given.mxfp8_gradients, scales)
+    half = whole[:, :128] if name == "v_columns" else whole[..., :4]
+    fewer = given.mxfp8_gradients._replace(**{scales: half.contiguous()})
+    message = f"{scales} has 1 tiles of a head; accepted: 2, ceil.* of cu_seqlens_{side}"
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(
+            **given._replace(mxfp8_gradients=fewer)._asdict(), cu_seqlens_q=begins,
+            cu_seqlens_k=begins, max_seqlen_q=6, max_seqlen_k=6,
+        )  # fmt: skip
+
+
+@pytest.mark.simulator
+def test_metadata_are_refused():
+    begins = offsets((5, 6))
+    given = quantize_mxfp8_training(*inputs((11, 11), (4, 2)), begins, begins)._asdict()
+    given |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": 6}
+    metadata = get_backward_metadata(begins, causal=True)
+    with pytest.raises(ValueError, match="backward_metadata is given with mxfp8_gradients"):
+        flash_attn_varlen_func(**given, causal=True, backward_metadata=metadata)
+    with pytest.raises(NotImplementedError, match="with scheduler_metadata: not offered"):
+        flash_attn_varlen_func(**given, scheduler_metadata=int32([1]))
 
 
 @pytest.mark.simulator

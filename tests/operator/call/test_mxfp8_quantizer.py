@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged_cases import offsets
 
-from fa4_hd256.quantize import dequantize_mxfp8, quantize_mxfp8
+from fa4_hd256.quantize import dequantize_mxfp8, quantize_mxfp8, quantize_mxfp8_training
 
 E4M3 = torch.float8_e4m3fn
 #: Value of each finite code, in float64.
@@ -146,3 +146,44 @@ def test_packed_sequences_are_each_quantized_alone(lengths):
 def test_what_is_refused(tensor, error, message):
     with pytest.raises(error, match=message):
         quantize_mxfp8(tensor, tensor, tensor)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("begins", "error", "message"),
+    [(int32(3, 8), ValueError, r"cu_seqlens of q is \[3, 8\]; accepted: .* 0 to at most 11"),
+     (int32(0, 8, 5), ValueError, r"cu_seqlens of q is \[0, 8, 5\]"),
+     (int32(0, 5, 20), ValueError, r"cu_seqlens of q is \[0, 5, 20\]"),
+     (int32(), ValueError, r"cu_seqlens of q has shape \(0,\)"),
+     (int32(0, 5)[None], ValueError, r"cu_seqlens of q has shape \(1, 2\)"),
+     (torch.tensor([0.0, 5.0]), TypeError, "cu_seqlens of q has dtype torch.float32"),
+     ([0, 5, 11], TypeError, "cu_seqlens of q must be a torch.Tensor, got list")],
+    ids=str,
+)  # fmt: skip
+def test_offsets_that_are_none_of_the_rows_are_refused(begins, error, message):
+    """Rows would be written where no memory is."""
+    x = torch.randn(11, 2, 256)
+    with pytest.raises(error, match=message):
+        quantize_mxfp8(x, x, x, begins, begins)
+
+
+@pytest.mark.parametrize("quantize", [quantize_mxfp8, quantize_mxfp8_training])
+def test_what_is_no_tensor_is_refused(quantize):
+    with pytest.raises(TypeError, match="q must be a torch.Tensor, got list"):
+        quantize([1.0], torch.zeros(1), torch.zeros(1))
+
+
+def test_scales_of_other_codes_are_refused():
+    given = quantize_mxfp8(*(torch.randn(1, 300, 2, 256) for _ in "qkv"))
+    with pytest.raises(ValueError, match=r"\(1, 2, 256, 12\); accepted: \(1, 2, 384, 8\), of such"):
+        dequantize_mxfp8(given.v, given.v_descale)
+    with pytest.raises(ValueError, match="accepted: .*, of such codes with along_keys"):
+        dequantize_mxfp8(given.q, given.q_descale, along_keys=True)
+    with pytest.raises(TypeError, match="codes are torch.float32, descale torch.float8_e8m0fnu"):
+        dequantize_mxfp8(given.q.float(), given.q_descale)
