@@ -41,7 +41,7 @@ def test_lengths(lengths, heads, batch, device):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.sampled("static-*causal*")
+@pytest.mark.sampled
 def test_masks(mask, device, use_clc):
     given = operands((300, 420), (4, 2), 2, device)
     accurate_mxfp8(attend(given, use_clc=use_clc, **mask), given, **mask)
@@ -168,7 +168,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architectur
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("packed", [False, True], ids=("dense", "packed"))
-@pytest.mark.sampled("static-dense-1")
+@pytest.mark.sampled("static-packed-1")
 def test_no_findings(packed, seed, use_clc, sanitize, architecture):
     if not takes_blocks(architecture):
         pytest.skip(f"{architecture} has no kernel for mxfp8")

@@ -52,7 +52,7 @@ def test_lengths(lengths, heads, batch, device):
      {"window_size": (None, 9)}, {"window_size": (40, -20)}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("static-*causal*")
+@pytest.mark.sampled
 def test_masks(mask, device, use_clc):
     judged(inputs((300, 420), (4, 2), 1, device=device), use_clc=use_clc, **mask)
 
@@ -198,12 +198,12 @@ def test_both_schedulers_give_the_same_bits(monkeypatch, architecture, device):
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("packed", [False, True], ids=("dense", "packed"))
-@pytest.mark.sampled("static-dense-1")
+@pytest.mark.sampled("static-packed-1")
 def test_no_findings(packed, seed, use_clc, sanitize):
     sanitize(seed, clusters=2)
     if packed:
         begins = offsets((300, 20, 280)), offsets((400, 130, 70))
-        tensors = inputs((600, 600), (2, 1))
+        tensors = inputs((600, 600), (4, 2))
         run(tensors, begins, max_seqlen_q=300, max_seqlen_k=400, causal=True, use_clc=use_clc)
     else:
         run(inputs((300, 400), (2, 1), 2), causal=True, use_clc=use_clc)

@@ -26,13 +26,15 @@ def poisoned(paged):
     return paged
 
 
-# Sequences without queries, without keys, that end with a step, and inside one; KV splits.
+# Sequences without queries, without keys, that end with a step, and inside one; KV splits. Tiles of
+# 16 rows, and of 64.
+@pytest.mark.parametrize("longest", [7, 20])
 @pytest.mark.parametrize("page_size", SIZES)
-@pytest.mark.sampled("24")
-def test_decoding(page_size, device):
+@pytest.mark.sampled("24-7")
+def test_decoding(page_size, longest, device):
     paged = poisoned(Paged.of((300, 40, 0, 128, 16), page_size, device=device))
-    q = queries(29, 2, device=device)
-    found = check(q, paged, (3, 0, 5, 1, 20), causal=True, num_splits=2, use_clc=False)
+    q = queries(9 + longest, 2, device=device)
+    found = check(q, paged, (3, 0, 5, 1, longest), causal=True, num_splits=2, use_clc=False)
     assert (found[0][3:8] == 0).all() and (found[1][:, 3:8] == -torch.inf).all()
 
 
@@ -121,9 +123,9 @@ def test_new_rows(device):
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("longest", [20, 130])
+@pytest.mark.parametrize("longest", [7, 20, 130])
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.sampled("static-None-20")
+@pytest.mark.sampled("static-None-7")
 def test_no_findings(longest, seed, use_clc, sanitize):
     sanitize(seed, clusters=2)
     paged = Paged.of((300, 9), 1)
@@ -136,9 +138,9 @@ def test_a_number_that_is_none_of_a_page_has_rows_of_zeros(monkeypatch, device):
     """TMA has zeros outside a tensor, too; the host checks nothing here."""
     monkeypatch.setattr(checks, "check_page_numbers", lambda *_: None)
     paged = Paged.of((300,), 1, device=device)
-    q = queries(20, 2, device=device)
+    q = queries(7, 2, device=device)
     k, v = paged.keys(0)
     for row, number in ((7, NO_PAGE), (200, -1), (299, len(paged.k))):
         paged.table[0, row], k[0, row], v[0, row] = number, 0, 0
-    out, lse = attend(q, paged, (20,), causal=True, num_splits=2, use_clc=False)
+    out, lse = attend(q, paged, (7,), causal=True, num_splits=2, use_clc=False)
     accurate(out[None], lse[None], (q[None], k, v), causal=True)

@@ -32,9 +32,9 @@ def plain(monkeypatch, capsys):
 
 def test_decoding_over_pages(plain, monkeypatch):
     """Results equal SDPA's, times say whose they are; a difference is an error."""
-    options = ("--steps", 1, "--batch", 2, "--page-size", 32)
+    options = ("--steps", 1, "--batch", 2, "--page-size", 16)
     head, pages, sdpa, error = plain("decode.py", *options).splitlines()
-    assert head.startswith("2 sequences of 30 to 40 rows, pages of 32")
+    assert head.startswith("2 sequences of 30 to 40 rows, pages of 16")
     for line in (pages, sdpa):
         rate = re.search(r"(\S+) tokens a second  \(time of the simulator", line)
         assert rate and float(rate[1]) > 0

@@ -11,7 +11,7 @@ from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.integrations.transformers import attention
 
 
-def inputs(device, *leading, heads=1):
+def inputs(device, *leading, heads=2):
     """heads: of q, for one of k and v."""
     shapes = [(*leading, 1, 8, count, 256) for count in (heads, 1, 1)]
     return [torch.randn(shape, device=device).bfloat16() for shape in shapes]
@@ -50,7 +50,7 @@ def test_vmap_of_grad(device):
 
 def test_gradients_through_vmap_under_a_mask(device):
     mask = masks.sliding_window(8, 8, device=device)
-    leaves = [tensor.requires_grad_() for tensor in inputs(device, 2, heads=2)]
+    leaves = [tensor.requires_grad_() for tensor in inputs(device, 2)]
     out = torch.func.vmap(lambda *each: flash_attn_func(*each, block_mask=mask))(*leaves)
     apart = [flash_attn_func(*each, block_mask=mask) for each in zip(*leaves)]
     assert torch.equal(out, torch.stack(apart))
@@ -90,7 +90,7 @@ def test_a_batch_of_gradients_in_a_graph_with_a_mask(device):
     def attend(q, k, v):
         return attention(layer, *(t.transpose(1, 2) for t in (q, k, v)), mask)[0]
 
-    leaves = [tensor.requires_grad_() for tensor in inputs(device, heads=2)]
+    leaves = [tensor.requires_grad_() for tensor in inputs(device)]
     of_out = torch.randn(2, *leaves[0].shape, device=device).bfloat16()
     out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves)
     found = torch.autograd.grad(out, leaves, of_out, is_grads_batched=True)

@@ -26,7 +26,7 @@ def tensors():
 
 def attend(*tensors, **options):
     """Attend in the forward's tiles, for pairs of SMs, however few the rows."""
-    return flash_attn_func(*tensors, num_splits=1, config=ForwardConfig(), **options)
+    return flash_attn_func(*tensors, causal=True, num_splits=1, config=ForwardConfig(), **options)
 
 
 def grids():

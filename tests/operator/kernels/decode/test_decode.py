@@ -59,7 +59,7 @@ FEWEST = of("sm_100a, 16", "sm_90a")
 # groups of 3, 6 and 5, padded.
 @pytest.mark.parametrize(
     ("kernel", "queries", "heads"),
-    [("sm_100a, 16", 2, (8, 1)), ("sm_100a, 32", 4, (8, 1)), ("sm_100a, 64", 8, (16, 2)),
+    [("sm_100a, 16", 2, (4, 2)), ("sm_100a, 32", 4, (8, 1)), ("sm_100a, 64", 8, (16, 2)),
      ("sm_100a, 32", 3, (12, 2)), ("sm_100a, 16", 5, (8, 2)), ("sm_100a, 16", 1, (24, 1)),
      ("sm_90a", 1, (16, 1)), ("sm_90a", 4, (32, 2)), ("sm_90a", 5, (3, 1)),
      ("sm_90a", 8, (12, 2)), ("sm_90a", 1, (5, 1))],
@@ -67,7 +67,7 @@ FEWEST = of("sm_100a, 16", "sm_90a")
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-sm_100a, 16-2-*", "1-sm_90a-4-*")
+@pytest.mark.sampled("1-sm_100a, 16-2-*")
 def test_rows_and_tiles(kernel, queries, heads, num_splits):
     given = tensors(queries, 450, heads)
     found = flash_attn_func(

@@ -10,7 +10,7 @@ import torch
 from backward_cases import inputs
 from gpus import gpu
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
 from fa4_hd256.call.division import FEWEST_KEYS, divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import FIXED_SPLITS, MOST_SPLITS, Options
@@ -62,7 +62,8 @@ def test_other_parts_have_other_bits(device):
     """Bits depend on how keys are split; the test before compares something."""
     tensors = inputs((2, LONGEST), HEADS, 1, device=device)
     fixed = attend(tensors, USED[:1], batch_invariant=True)
-    assert not torch.equal(fixed[0], attend(tensors, USED[:1], num_splits=2)[0])
+    listed = get_scheduler_metadata(ints(USED[:1], device), 2, LONGEST, *HEADS, True)
+    assert not torch.equal(fixed[0], attend(tensors, USED[:1], scheduler_metadata=listed)[0])
 
 
 @pytest.mark.sampled

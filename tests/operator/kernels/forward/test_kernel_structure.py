@@ -51,7 +51,11 @@ VARIANTS = {
         BF16, negative_scale=True, softcap=True, sink=True
     ),
     "varlen, clc": ProblemClass(
-        BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), use_clc=True
+        BF16,
+        bounded_right=True,
+        ragged=("cu_seqlens_q", "cu_seqlens_k"),
+        use_clc=True,
+        packed_heads=2,
     ),
     "window, sink, varlen, packed heads": ProblemClass(
         BF16, True, True, sink=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), packed_heads=8

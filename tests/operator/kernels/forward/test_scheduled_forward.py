@@ -15,11 +15,11 @@ LENGTHS_Q, LENGTHS_K = (300, 0, 5, 700, 1, 64), (200, 9, 0, 700, 300, 64)
 
 
 def attend(lengths_q, lengths_k, use_clc):
-    """Return (out, lse, report) of a ragged batch of three heads, causal."""
+    """Return (out, lse, report) of a ragged causal batch: two KV heads, each with two of q."""
     generator = torch.Generator().manual_seed(3)
     tensors = [
         torch.randn(sum(n), heads, 256, generator=generator).bfloat16()
-        for n, heads in ((lengths_q, 3), (lengths_k, 1), (lengths_k, 1))
+        for n, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
     ]
     out, lse = flash_attn_varlen_func(
         *tensors, cu_seqlens_q=offsets(lengths_q), cu_seqlens_k=offsets(lengths_k),
@@ -36,8 +36,9 @@ def expected():
     return attend(LENGTHS_Q, LENGTHS_K, False)
 
 
-# One cluster does everything; fewer than tiles; more than tiles exist (30: in a row, of 256 rows
-# each, where each sequence as many as the longest has would be 54). Seeds: adversarial.
+# One cluster does everything; fewer than tiles; more than tiles exist (28: in a row, of 128 queries
+# of both heads each, where each sequence as many as the longest has would be 72). Seeds:
+# adversarial.
 @pytest.mark.parametrize(
     ("clusters", "seed"), [(1, None), (5, None), (60, None), (3, 1), (4, 2)], ids=str
 )
@@ -48,7 +49,7 @@ def test_the_same_bits_under_every_scheduler(use_clc, clusters, seed, expected, 
         monkeypatch.setenv("SM100_SIM_SEED", str(seed))
     out, lse, report = attend(LENGTHS_Q, LENGTHS_K, use_clc)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    tiles = 3 * (sum(LENGTHS_Q) // 256 + len(LENGTHS_Q))
+    tiles = 2 * (sum(LENGTHS_Q) // 128 + len(LENGTHS_Q))
     stolen = max(0, tiles - clusters) if use_clc else 0
     # For each request that a seed refuses, a cluster is launched that would have been stolen.
     refused = report.clc["refused"]
@@ -60,4 +61,4 @@ def test_the_same_bits_under_every_scheduler(use_clc, clusters, seed, expected, 
 def test_one_tile():
     """The smallest grid of a head, from which nothing can be stolen."""
     _, _, report = attend((100,), (100,), True)
-    assert report.grid == (6, 1, 1) and report.clc["stolen"] == 0
+    assert report.grid == (4, 1, 1) and report.clc["stolen"] == 0
