@@ -60,7 +60,8 @@ class Rule:
             return Decision(self.question, self.chosen, why, self.settings)
         right = sum(step["state"] == "passed" for step in found.values())
         if not right and not times:
-            return Decision(self.question, UNKNOWN, f"run {', '.join(self.reads[:2])}")
+            missing = self.reads[:2] or self.compares
+            return Decision(self.question, UNKNOWN, f"run {', '.join(missing)}")
         slower = f"; the other is no faster: {', '.join(times)}" if times else ""
         return Decision(self.question, UNCHANGED, f"{right} steps passed{slower}")
 
@@ -112,6 +113,18 @@ RULES = (
         "processes that share a GPU",
         ("sharing/*",),
         "one process on a GPU at a time",
+    ),
+    Rule(
+        "waits of the forward",
+        (),
+        "without a time hint: config=ForwardConfig(polls=True)",
+        compares=("choices/waits of the full forward", "choices/waits of the causal forward"),
+    ),
+    Rule(
+        "waits of the backward",
+        (),
+        "without a time hint: polls=True of dv and products in backward_config",
+        compares=("choices/waits of the full backward", "choices/waits of the causal backward"),
     ),
 )  # fmt: skip
 

@@ -31,11 +31,16 @@ def choices() -> dict[str, Choice]:
     """Return the choices by the names of their steps."""
     causal = {"causal": True}
     static, dynamic = {"use_clc": False}, {"use_clc": True}
+    hinted, polling = {"polls": False}, {"polls": True}
     return {
         "scheduler of the causal forward": Choice("forward", causal, dynamic, static),
         "scheduler of the causal backward": Choice("backward", causal, dynamic, static),
         "dS of the full backward": Choice("backward", {}, {}, {"stores_ds": False}),
         "dS of the causal backward": Choice("backward", causal, {}, {"stores_ds": False}),
+        "waits of the full forward": Choice("forward", {}, hinted, polling),
+        "waits of the causal forward": Choice("forward", causal, hinted, polling),
+        "waits of the full backward": Choice("backward", {}, hinted, polling),
+        "waits of the causal backward": Choice("backward", causal, hinted, polling),
     }
 
 
@@ -98,14 +103,33 @@ def outcome(found: dict[str, float]) -> Outcome:
     return Outcome("measured", text, {"ratio": round(ratio, 4)})
 
 
+def configured(direction: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a call. options: some of `use_clc`, which is one; `stores_ds`; `polls`,
+    whether waits have no time hint."""
+    from fa4_hd256 import BackwardConfig, ForwardConfig
+    from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
+
+    found = {name: value for name, value in options.items() if name == "use_clc"}
+    if not options.get("stores_ds", True):
+        found["backward_config"] = BackwardConfig(ds_bytes=0)
+    if "polls" in options:
+        polls = options["polls"]
+        if direction == "forward":
+            found["config"] = ForwardConfig(polls=polls)
+        else:
+            found["backward_config"] = BackwardConfig(
+                dv=DvPlan(polls=polls), products=ProductsPlan(polls=polls)
+            )
+    return found
+
+
 def _call(choice: Choice, options: dict[str, Any], target: Target) -> Callable[[], Any]:
     """Return a forward, or the gradients of one that was run before."""
     import torch
 
-    from fa4_hd256 import BackwardConfig, flash_attn_func
+    from fa4_hd256 import flash_attn_func
 
-    if not options.pop("stores_ds", True):
-        options["backward_config"] = BackwardConfig(ds_bytes=0)
+    options = configured(choice.direction, options)
     q, k, v, dout = kernels.tensors(_CALL, target.device)
     if choice.direction == "forward":
         return lambda: flash_attn_func(q, k, v, **choice.options, **options)

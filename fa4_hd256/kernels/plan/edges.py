@@ -13,7 +13,7 @@ mbarrier semantics: PTX ISA 9.7.13.15 (phase, pending count, tx-count); commit: 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import cutlass
@@ -100,31 +100,6 @@ class RingState(Carried):
         return RingState(self.stages, self.index, self.phase)
 
 
-class RingStates:
-    """The states one role keeps, by edge; lives across dynamic loops."""
-
-    def __init__(self, states: dict[str, RingState]) -> None:
-        self._states = states
-
-    def __getitem__(self, name: str) -> RingState:
-        return self._states[name]
-
-    def advance(self, name: str) -> None:
-        self._states[name].advance()
-
-    def __extract_mlir_values__(self) -> list:
-        return [v for state in self._states.values() for v in cutlass.extract_mlir_values(state)]
-
-    def __new_from_mlir_values__(self, values: list) -> RingStates:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return RingStates(
-            {
-                name: cutlass.new_from_mlir_values(state, list(pair))
-                for (name, state), pair in zip(self._states.items(), pairs, strict=True)
-            }
-        )
-
-
 class RingRecord:
     """Base of the record of a role's rings, a `RingState` each; lives across dynamic loops.
 
@@ -167,6 +142,7 @@ class Edge(SharedByReference):
         starts out free).
     guards: the data that change hands, for the documentation.
     transaction_bytes: bytes that complete a phase of a TMA edge; 0 for other signals.
+    polls: whether a waiter tries without a time hint, as `EdgeTable.polling` says.
     """
 
     name: str
@@ -178,6 +154,7 @@ class Edge(SharedByReference):
     guards: str
     initially_complete: bool = False
     transaction_bytes: int = 0
+    polls: bool = False
 
     @property
     def arrive_count(self) -> int:
@@ -218,8 +195,15 @@ class EdgeTable(SharedByReference):
     def __getitem__(self, name: str) -> Edge:
         return next(edge for edge in self.edges if edge.name == name)
 
-    def waiter_states(self, *names: str) -> RingStates:
-        return RingStates({name: self[name].waiter_state() for name in names})
+    def polling(self, polls: bool, *hinted: str) -> EdgeTable:
+        """Return this table, or where `polls` one whose waits have no time hint but for `hinted`.
+
+        An mbarrier.try_wait suspends a thread for at most the time of its hint, CuTe DSL's 10 ms,
+        or without a hint for one that the hardware chooses (PTX ISA 9.7.13.15.16).
+        """
+        if not polls:
+            return self
+        return EdgeTable(tuple(replace(e, polls=e.name not in hinted) for e in self.edges))
 
     @property
     def num_barriers(self) -> int:
@@ -235,6 +219,14 @@ class EdgeTable(SharedByReference):
             barriers[edge.name] = Barrier(edge, storage + offset)
             offset += edge.stages
         return barriers
+
+
+@cute.jit
+def _poll(barrier: cute.Pointer, phase: Int32) -> None:
+    """Block until a phase is complete, by attempts without a time hint."""
+    is_complete = cute.arch.mbarrier_try_wait(barrier, phase)
+    while not is_complete:
+        is_complete = cute.arch.mbarrier_try_wait(barrier, phase)
 
 
 class Barrier(SharedByReference):
@@ -262,7 +254,10 @@ class Barrier(SharedByReference):
 
     def wait(self, state: Any) -> None:
         """Block until the phase of `state` is complete."""
-        self._array.wait(state.index, state.phase)
+        if self.edge.polls:
+            _poll(self._array.get_barrier(state.index), state.phase)
+        else:
+            self._array.wait(state.index, state.phase)
 
     def wait_for_all(self, state: RingState) -> None:
         """Block until the last phase of every stage is complete, and advance past them: a role's

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.simulator
 GPU = Target("gpu", "NVIDIA B200", (10, 0), 148)
 SIMULATED = Target("simulator", "B200", (10, 0), 148)
 PASSED = {"state": "passed"}
+MASKS = ("full", "causal")
 RIGHT = {
     "golden": {
         "pairs/launch control": PASSED,
@@ -93,6 +94,21 @@ def test_the_faster_configuration_is_taken(ratios, settings):
     }
     found = made_report(choices=steps)
     assert decisions.settings(decisions.decide(found)) == settings
+
+
+def test_waits_without_a_hint():
+    """Decide for each direction, by times alone."""
+    names = [f"waits of the {mask} {way}" for way in ("forward", "backward") for mask in MASKS]
+    question, other = "waits of the forward", "waits of the backward"
+    assert chosen(made_report())[question][0] == decisions.UNKNOWN
+    steps = {
+        name: choices.outcome({"usual": ratio, "other": 1.0}).as_json()
+        for name, ratio in zip(names, (1.03, 1.02, 1.03, 0.99), strict=True)
+    }
+    found = chosen(made_report(choices=steps))
+    assert "polls=True" in found[question][0] and found[other][0] == decisions.UNCHANGED
+    polling = choices.choices()["waits of the full backward"].other
+    assert choices.configured("backward", polling)["backward_config"].dv.polls
 
 
 def test_runs_are_interleaved():

@@ -69,9 +69,12 @@ class DqPlan:
     """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step.
 
     ring_stages: buffers of the ring that K (twice, see `dq`) and V share.
+    polls: whether waits of each step, not those of a tile, have no time hint
+        (`EdgeTable.polling`).
     """
 
     ring_stages: int = 3
+    polls: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = TILE_Q
@@ -122,7 +125,7 @@ class DqPlan:
         gradient = len(self.warps.gradient)
         pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
         rows = CTAS * self.query_bytes
-        return EdgeTable(
+        edges = EdgeTable(
             (
                 Edge("q_loaded", 1, tma, "load", 1, "mma", "Q in SMEM", transaction_bytes=rows),
                 Edge("q_free", 1, commit, "mma", 1, "load", "Q: all S of the tile done", True),
@@ -140,6 +143,9 @@ class DqPlan:
                 Edge("dq_free", 1, pair, "gradient", gradient, "mma", "dQ in registers", True),
             )
         )  # fmt: skip
+        return edges.polling(
+            self.polls, "q_loaded", "q_free", "dout_loaded", "dout_free", "dq_done", "dq_free"
+        )
 
     title: ClassVar[str] = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
 
@@ -184,9 +190,12 @@ class DkdvPlan:
     """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
 
     ring_stages: buffers of the ring that Q and dO (each twice, see `dkdv`) share.
+    polls: whether waits of each step, not those of a tile, have no time hint
+        (`EdgeTable.polling`).
     """
 
     ring_stages: int = 4
+    polls: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = BLOCK_KV
@@ -237,7 +246,7 @@ class DkdvPlan:
         gradient = len(self.warps.gradient)
         pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_bytes
         cta_tma, cta, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
-        return EdgeTable(
+        edges = EdgeTable(
             (
                 *_operand_edges(CTAS * TILE_BYTES, self.ring_stages, CTAS * TILE_BYTES),
                 Edge("lse_loaded", 1, cta_tma, "load", 1, "gradient", "LSE in SMEM",
@@ -258,6 +267,9 @@ class DkdvPlan:
                      "dK and dV in registers", True),
             )
         )  # fmt: skip
+        return edges.polling(
+            self.polls, "k_loaded", "k_free", "v_loaded", "v_free", "sums_done", "sums_free"
+        )
 
     title: ClassVar[str] = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
 
@@ -267,9 +279,12 @@ class DvPlan:
     """The kernel of dV and dS: 256 keys of a pair stay, 128 queries pass in each step.
 
     ring_stages: buffers of the ring that Q and dO (twice, see `dv`) share.
+    polls: whether waits of each step, not those of a tile, have no time hint
+        (`EdgeTable.polling`).
     """
 
     ring_stages: int = 6
+    polls: bool = False
     # With 56 the load warp of packed sequences spills.
     warps: BackwardWarpPlan = field(
         default_factory=lambda: BackwardWarpPlan(registers_gradient=216, registers_other=72)
@@ -329,7 +344,7 @@ class DvPlan:
         gradient = len(self.warps.gradient)
         pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_stages
         cta_tma, cta = Signal.TMA_CTA, Signal.WARPS_CTA
-        return EdgeTable(
+        edges = EdgeTable(
             (
                 *_operand_edges(CTAS * self.key_bytes, self.ring_stages, CTAS * PIECE_BYTES),
                 Edge("stats_loaded", stats, cta_tma, "load", 1, "gradient", "LSE, delta in SMEM",
@@ -342,6 +357,9 @@ class DvPlan:
                 Edge("dv_free", 1, pair, "gradient", gradient, "mma", "dV in registers", True),
             )
         )  # fmt: skip
+        return edges.polling(
+            self.polls, "k_loaded", "k_free", "v_loaded", "v_free", "dv_done", "dv_free"
+        )
 
     title: ClassVar[str] = "dV and dS: 256 keys x 128 queries per CTA pair and step, head_dim 256"
 
@@ -351,9 +369,12 @@ class ProductsPlan:
     """dK and dQ as plain GEMMs of a stored dS: 256 rows of a pair, 128 of the sum in each step.
 
     stages: steps whose operands are in SMEM at a time.
+    polls: whether waits of each step, not those of a tile, have no time hint
+        (`EdgeTable.polling`).
     """
 
     stages: int = 3
+    polls: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     accumulators: ClassVar[int] = 2
@@ -394,7 +415,7 @@ class ProductsPlan:
     def edges(self) -> EdgeTable:
         gradient, stages = len(self.warps.gradient), self.accumulators
         pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
-        return EdgeTable(
+        edges = EdgeTable(
             (
                 Edge("step_loaded", self.stages, tma, "load", 1, "mma", "dS and rows in SMEM",
                      transaction_bytes=CTAS * (DS_TILE_BYTES + TILE_BYTES)),
@@ -405,6 +426,7 @@ class ProductsPlan:
                      "the tile's sum in registers", True),
             )
         )  # fmt: skip
+        return edges.polling(self.polls, "sum_done", "sum_free")
 
     title: ClassVar[str] = (
         "dK and dQ from stored dS: 256 rows x 128 per CTA pair and step, head_dim 256"

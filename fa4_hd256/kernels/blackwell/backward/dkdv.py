@@ -33,7 +33,8 @@ from ...backward.key_tiles import KeyTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -255,7 +256,7 @@ class DkdvKernel(BlackwellBackward):
     def gradient(self, context: BlackwellBackwardContext):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries per thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
-        states = self.edges.waiter_states(*names)
+        states = RingStates.waiting(self.edges, *names)
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         p_slopes = cute.make_rmem_tensor(THREAD_QUERIES, Float32)

@@ -37,7 +37,8 @@ from ...backward.query_tiles import QueryTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -233,7 +234,7 @@ class DqKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
         """S -> P and dP -> dS for this CTA's 128 rows: one row per thread, half of the keys."""
-        states = self.edges.waiter_states("s_done", "dp_done", "dq_done")
+        states = RingStates.waiting(self.edges, "s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         factors = cute.make_rmem_tensor(WARPGROUP_KEYS, Float32)

@@ -49,7 +49,8 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of
@@ -286,7 +287,7 @@ class DvKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
         """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries per warpgroup."""
-        states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
+        states = RingStates.waiting(self.edges, "s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         sizes = self.register_sizes

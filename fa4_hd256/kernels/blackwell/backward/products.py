@@ -30,7 +30,8 @@ from ...backward.gemm_tiles import GemmTiles, ResultTile, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -228,7 +229,7 @@ class ProductsKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
         """The result of every tile to global memory."""
-        states = self.edges.waiter_states("sum_done")
+        states = RingStates.waiting(self.edges, "sum_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:

@@ -13,7 +13,8 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...limits import HEAD_DIM
 from ...plan.budgets import TmemPlan
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import SharedByReference
+from ...plan.ring_states import RingStates
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
 from ..instructions import (

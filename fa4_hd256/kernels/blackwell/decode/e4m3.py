@@ -27,6 +27,7 @@ from ...context import KernelParts
 from ...e4m3_codes import WORD_CODES, codes_of
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
+from ...plan.ring_states import RingStates
 from ...problem_class import ProblemClass
 from ...rows.sequences import columns_of
 from ..instructions import (
@@ -94,7 +95,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     @cute.jit
     def convert(self, context: BlackwellE4m3DecodeContext):
         """Bring each tile's Q to e4m3, with the scales of its rows."""
-        states = self.edges.waiter_states("rows_loaded", "factors_free")
+        states = RingStates.waiting(self.edges, "rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:

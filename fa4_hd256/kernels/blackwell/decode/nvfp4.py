@@ -26,7 +26,8 @@ from ...forward.context import ForwardKernelTensors
 from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
-from ...plan.edges import RingState, RingStates
+from ...plan.edges import RingState
+from ...plan.ring_states import RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.lanes import lane_columns
@@ -167,7 +168,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
         stands in the kernel once.
         """
         waited = "rows_loaded", "factors_free", "kv_loaded", "operand_free"
-        states = self.edges.waiter_states(*waited)
+        states = RingStates.waiting(self.edges, *waited)
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         step, num_steps = Int32(0), self._steps(context, work)

@@ -19,7 +19,8 @@ from cutlass import Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...operands import SharedMemory
-from ...plan.edges import RingState, RingStates
+from ...plan.edges import RingState
+from ...plan.ring_states import RingStates
 from ...ranges import traced
 from ..tmem import multiply, multiply_rows
 from .context import (

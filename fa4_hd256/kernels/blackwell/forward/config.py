@@ -89,12 +89,15 @@ class ForwardConfig:
     kv_stages: buffers of the ring that K and V tiles share.
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
+    polls: whether waits of each step have no time hint (`EdgeTable.polling`); those of a tile, for
+        Q and for slices of O, keep theirs.
     """
 
     q_stages: int = 2
     kv_stages: int = 3
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
+    polls: bool = False
     warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
 
     is_e4m3 = False  # Q, K, V and P are of 16 bits, or e4m3 (`e4m3_config`)
@@ -253,7 +256,7 @@ class ForwardConfig:
         softmax, correction = len(self.warps.softmax), len(self.warps.correction)
         pair, commit = Signal.WARPS_PAIR, Signal.COMMIT_PAIR
         cta = Signal.WARPS_CTA
-        return EdgeTable(
+        edges = EdgeTable(
             (
                 Edge("q_loaded", self.q_stages, Signal.TMA_PAIR, "load", 1, "mma",
                      "Q in SMEM", transaction_bytes=CTAS * self.q_bytes),
@@ -281,6 +284,7 @@ class ForwardConfig:
                      "epilogue", "a slice of O in SMEM"),
             )
         )  # fmt: skip
+        return edges.polling(self.polls, "q_loaded", "q_free", "o_staged")
 
     @property
     def title(self) -> str:

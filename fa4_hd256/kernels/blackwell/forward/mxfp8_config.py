@@ -65,7 +65,7 @@ class Mxfp8Config(E4m3ForwardConfig):
         ]
         softmax = len(self.warps.softmax)
         read = Edge("s_read", 1, Signal.WARPS_PAIR, "softmax", softmax, "mma",
-                    "S in registers: scales may lie over it", True)  # fmt: skip
+                    "S in registers: scales may lie over it", True, polls=self.polls)  # fmt: skip
         return EdgeTable((*found, read))
 
     @property

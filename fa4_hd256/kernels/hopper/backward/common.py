@@ -20,7 +20,7 @@ from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
 from ...context import KernelParts, schedule, shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
-from ...plan.edges import RingStates
+from ...plan.ring_states import RingStates
 from ...problem_class import CallScalars, GradientClass
 from ...rows.sequences import Sequence, TilePlace
 from ..fragments import store_row

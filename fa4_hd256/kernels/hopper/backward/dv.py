@@ -52,7 +52,8 @@ from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import SharedByReference
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -170,7 +171,7 @@ class DvKernel(HopperBackward):
     def load(self, context: BackwardContext):
         """K and V of a tile, Q and dO of each step with their LSE and delta; one warp of each CTA.
         With each Q that of the next step is prefetched into L2."""
-        states = self.edges.waiter_states("k_free", "v_free", "q_free", "dout_free")
+        states = RingStates.waiting(self.edges, "k_free", "v_free", "q_free", "dout_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -236,7 +237,7 @@ class DvKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: BackwardContext):
         """One warpgroup: dV of its 64 keys of every tile, and their dS."""
-        states = self.edges.waiter_states("k_loaded", "v_loaded", "q_loaded", "dout_loaded")
+        states = RingStates.waiting(self.edges, "k_loaded", "v_loaded", "q_loaded", "dout_loaded")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         operands, dv = self._operands(context), self.sum.accumulator()

@@ -41,7 +41,7 @@ from ...backward.gemm_tiles import GemmTiles, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingStates
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -105,7 +105,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def load(self, context: BackwardContext):
         """Each step's dS, and its rows of Q or K in pieces; one warp of each CTA."""
-        states = self.edges.waiter_states("ds_free", "rows_free")
+        states = RingStates.waiting(self.edges, "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -167,7 +167,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: BackwardContext):
         """One warpgroup: its 64 rows of every tile."""
-        states = self.edges.waiter_states("ds_loaded", "rows_loaded", "ds_free", "rows_free")
+        states = RingStates.waiting(self.edges, "ds_loaded", "rows_loaded", "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         dk, dq = context.tensors.results

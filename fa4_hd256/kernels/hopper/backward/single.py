@@ -35,7 +35,8 @@ from ...backward.ds_tiles import RUN
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import SharedByReference
+from ...plan.ring_states import RingStates
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -132,7 +133,7 @@ class SingleKernel(HopperBackward):
     def load(self, context: BackwardContext):
         """a and g of a tile, x and y of each step with their LSE and delta; one warp of each
         CTA."""
-        states = self.edges.waiter_states("a_free", "x_free", "y_free")
+        states = RingStates.waiting(self.edges, "a_free", "x_free", "y_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -186,7 +187,9 @@ class SingleKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: BackwardContext):
         """One warpgroup: its 64 rows of every tile."""
-        states = self.edges.waiter_states("a_loaded", "x_loaded", "y_loaded", "x_free", "y_free")
+        states = RingStates.waiting(
+            self.edges, "a_loaded", "x_loaded", "y_loaded", "x_free", "y_free"
+        )
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         operands, sums = self._operands(context), self.sum.accumulator()

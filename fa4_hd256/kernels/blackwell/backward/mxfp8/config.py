@@ -95,7 +95,8 @@ class DvMxfp8Plan(DvPlan):
     @property
     def edges(self) -> EdgeTable:
         read = Edge("dp_free", 1, Signal.WARPS_PAIR, "gradient", len(self.warps.gradient), "mma",
-                    "dP^T in registers: scales may lie over it", True)  # fmt: skip
+                    "dP^T in registers: scales may lie over it", True,
+                    polls=self.polls)  # fmt: skip
         edges = _with_scales(super().edges, CTAS * SCALE_BYTES)
         # dP waits for each S in registers, and so no later S need.
         return EdgeTable(

@@ -25,7 +25,8 @@ from ....backward.common import Step
 from ....block_scales import ATOMS
 from ....context import KernelParts
 from ....operands import SharedMemory, TmaTensor
-from ....plan.edges import RingState, RingStates
+from ....plan.edges import RingState
+from ....plan.ring_states import RingStates
 from ....problem_class import GradientClass
 from ....ranges import traced
 from ....rows.sequences import columns_of
