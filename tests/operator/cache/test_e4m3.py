@@ -137,12 +137,12 @@ def check_paged(q, paged, given, of_pages, lengths_q=None, **options):
 # Boxes of a part of a page, of a page, of several; pages that divide no tile.
 @pytest.mark.parametrize(
     ("page_size", "options"),
-    [(16, {"num_splits": 2}), (48, {"causal": True, "use_clc": True}),
+    [(16, {"causal": True, "num_splits": 2}), (48, {"causal": True, "use_clc": True}),
      (256, {"window_size": (90, 0)}), (64, {"batch_invariant": True, "causal": True})],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
-@pytest.mark.sampled("sequences-16-{'num_splits': 2}")
+@pytest.mark.sampled("pages-16-*")
 def test_pages(page_size, options, of_pages):
     check_scaled_pages(page_size, options, of_pages)
 

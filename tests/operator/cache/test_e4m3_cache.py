@@ -36,7 +36,7 @@ def nearest(values, scale):
 @pytest.mark.parametrize("form", ["one", "sequences", "entries", "pages", None])
 @pytest.mark.sampled("pages")
 def test_new_rows_are_rounded_to_nearest(form):
-    q = torch.randn(3, NEW, 4, 256).bfloat16()
+    q = torch.randn(3, NEW, 8, 256).bfloat16()
     k, v = (torch.randn(3, NEW, 2, 256).bfloat16() for _ in "kv")
     k[0, 0, 0, :3] = torch.tensor([1e4, -1e4, 448.0])
     caches = [codes(3, ROWS, 2, 256) for _ in "kv"]
@@ -55,7 +55,15 @@ def test_new_rows_are_rounded_to_nearest(form):
     before = [cache.clone() for cache in caches]
     named = {} if given is None else {"k_descale": given[0], "v_descale": given[1]}
     flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=int32(LENGTHS), causal=True, **named, **options
+        q,
+        *caches,
+        k,
+        v,
+        cache_seqlens=int32(LENGTHS),
+        causal=True,
+        num_splits=2,
+        **named,
+        **options,
     )
     for number, (cache, old, new) in enumerate(zip(caches, before, (k, v))):
         for place, (b, i) in zip(places, [(b, i) for b in range(3) for i in range(NEW)]):

@@ -163,7 +163,7 @@ LENGTHS, NEW, ROWS = [0, 21, 59], 3, 64
 @pytest.mark.sampled("True")
 def test_new_rows_are_quantized(paged, device):
     """Codes and scales are those of `quantize_nvfp4`, and no other byte changes."""
-    q, cache = dense(NEW, ROWS, (4, 2), batch=3, device=device)
+    q, cache = dense(NEW, ROWS, (8, 2), batch=3, device=device)
     k, v = (torch.randn(3, NEW, 2, 256).to(device, torch.bfloat16) for _ in "kv")
     k[0, 0, 0, :3], k[0, 1, 1, 20] = torch.tensor([1e4, -1e4, 448.0], device=device), torch.inf
     v[1, 0, 0, :16], v[2, 2, 1, 40] = 1e-6, torch.nan
@@ -171,15 +171,15 @@ def test_new_rows_are_quantized(paged, device):
     places = [(b, LENGTHS[b] + i) for b in range(3) for i in range(NEW)]
     if paged:
         codes, block_scales = (
-            tuple(t.reshape(12, 16, 2, -1) for t in both) for both in (codes, block_scales)
+            tuple(t.reshape(24, 8, 2, -1) for t in both) for both in (codes, block_scales)
         )
-        table = torch.randperm(12).reshape(3, 4).int().to(device)
-        places = [(int(table[b, row // 16]), row % 16) for b, row in places]
+        table = torch.randperm(24).reshape(3, 8).int().to(device)
+        places = [(int(table[b, row // 8]), row % 8) for b, row in places]
         options |= {"page_table": table, "k_block_scale": block_scales[0],
                     "v_block_scale": block_scales[1]}  # fmt: skip
     before = [t.view(torch.uint8).clone() for t in (*codes, *block_scales)]
     flash_attn_with_kvcache(
-        q, *codes, k, v, cache_seqlens=int32(LENGTHS, device), causal=True, **options
+        q, *codes, k, v, cache_seqlens=int32(LENGTHS, device), causal=True, num_splits=2, **options
     )
     quantized = [quantize_nvfp4(*one) for one in zip((k, v), cache.scales)]
     new = [both[which] for which in range(2) for both in quantized]

@@ -68,7 +68,7 @@ def message(function, *arguments, **options):
 
 
 def calls():
-    q, k = torch.zeros(1, 4, 2, 256).bfloat16(), torch.zeros(1, 4, 1, 256).bfloat16()
+    q, k = torch.zeros(1, 40, 2, 256).bfloat16(), torch.zeros(1, 40, 1, 256).bfloat16()
     for option in OPTIONS:
         for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
             yield option, lambda v, f=function, o=option: f(q, k, k, **{"causal": True, o: v})

@@ -22,20 +22,20 @@ pytestmark = pytest.mark.architecture("sm_100a")
 
 @pytest.fixture(scope="module")
 def result():
-    return demo.run("gemma-3-1b", 200)
+    return demo.run("gemma-3-4b", 200)
 
 
 @pytest.mark.simulator
 def test_what_the_demo_reports(result):
-    # 4 tiles of 64 queries x 4 heads; steps of 128 keys, to the diagonal.
-    steps = 1 + 1 + 2 + 2
+    # For each of 4 KV heads 2 tiles of 128 queries x 2 heads; steps of 128 keys, to the diagonal.
+    steps = 4 * (1 + 2)
     assert result["backend"] == "simulator"
     assert result["max_error"] <= 2 * result["pytorch_max_error"]
     assert result["lse_max_error"] < 1e-3 and result["rel_l2"] < 1e-2
     assert result["products"] == steps * (256 // 16 + 128 // 16)
     assert result["score_elements"] == steps * 256 * 128
     assert result["emulated_share"] == result["pattern_share"]
-    assert result["clusters"] == 4 and result["cluster"] == [2, 1, 1]
+    assert result["clusters"] == 8 and result["cluster"] == [2, 1, 1]
     assert result["tma_bytes"] > 0 and result["run_seconds"] > 0 and result["compile_seconds"] > 0
 
 
@@ -46,8 +46,8 @@ def test_what_the_demo_reports_of_the_backward(result):
     for errors in found["gradients"].values():
         assert 0 < errors["max_error"] <= 2 * errors["pytorch_max_error"] + errors["rounding"] * 2
         assert errors["rel_l2"] < 1e-2
-    # 4 heads: steps of 16 + 16 + 8 and twice of 8 instructions; each has 256 x 128 scores.
-    kernels, steps = found["kernels"], 4 * 2
+    # 8 heads: steps of 16 + 16 + 8 and twice of 8 instructions; each has 256 x 128 scores.
+    kernels, steps = found["kernels"], 8 * 2
     assert kernels["preprocess"]["products"] == 0
     assert kernels["dv"]["products"] == steps * 40
     assert kernels["products"]["products"] == 2 * steps * 8
@@ -59,7 +59,7 @@ def test_what_the_demo_reports_of_the_backward(result):
 
 @pytest.mark.simulator
 def test_json_is_one_object(capsys):
-    assert main(["demo", "--model", "gemma-3-1b", "--seqlen", "60", "--json"]) == 0
+    assert main(["demo", "--model", "gemma-3-4b", "--seqlen", "60", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["shape"]["seqlen"] == 60 and shown["accurate"] is True
 
@@ -113,7 +113,7 @@ def test_nothing_is_said_of_emulation_where_there_is_none():
 @pytest.mark.simulator
 def test_few_rows_of_one_head():
     """A call's default tiles are for few rows; the demo's are the usual ones."""
-    assert demo.run("gemma-3-1b", 16)["accurate"]
+    assert demo.run("gemma-3-4b", 16)["accurate"]
 
 
 def test_plan(capsys):

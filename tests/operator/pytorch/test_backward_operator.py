@@ -16,10 +16,13 @@ from fa4_hd256.kernels.blackwell.architecture import RECOMPUTED
 from fa4_hd256.kernels.blackwell.backward.config import ProductsPlan
 from fa4_hd256.run.plan import PlanBuilder
 
+#: More rows than a decode tile has: the forward's kernels, which others compile.
+LENGTHS = 40, 50
+
 
 def small(device, **options):
     """Return q, k, v that require gradients."""
-    tensors = inputs((4, 20), device=device, **options)
+    tensors = inputs(LENGTHS, device=device, **options)
     return tuple(tensor.requires_grad_() for tensor in tensors)
 
 
@@ -79,7 +82,7 @@ def test_only_what_is_asked_for_is_computed(asked, kernels, device):
         "q": alone["q"], "k": [*alone["kv"], SUM], "v": [*alone["kv"], SUM],
         "qv": ["backward_dv", "backward_products", SUM], "s": [],
     }[asked]  # fmt: skip
-    named = dict(zip("qkvs", (*inputs((4, 20), device=device), torch.randn(2, device=device))))
+    named = dict(zip("qkvs", (*inputs(LENGTHS, device=device), torch.randn(2, device=device))))
     leaves = [named[name].requires_grad_() for name in asked]
     q, k, v, sink = named.values()
     out = flash_attn_func(q, k, v, learnable_sink=sink)
@@ -164,7 +167,7 @@ def test_a_checkpointed_layer(device):
     """Recomputed in the backward: the same bits."""
     from torch.utils.checkpoint import checkpoint
 
-    tensors, found = inputs((4, 20), device=device), []
+    tensors, found = inputs(LENGTHS, device=device), []
     dout = torch.randn_like(tensors[0])
     for run in (flash_attn_func, lambda *t: checkpoint(flash_attn_func, *t, use_reentrant=False)):
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -204,7 +207,7 @@ def test_no_host_synchronisation(device, monkeypatch):
     q, k, v = small(device)
     used = torch.tensor([7], dtype=torch.int32, device=device)
     sink = torch.randn(2, device=device, requires_grad=True)
-    dlse = torch.randn(1, 2, 4, device=device)
+    dlse = torch.randn(1, 2, LENGTHS[0], device=device)
     refuse_reading(monkeypatch)
     with NoSynchronisation():
         out, lse = flash_attn_varlen_func(
@@ -270,6 +273,6 @@ def test_parts_of_a_group(tiles, units, group, mean, parts):
 
 def test_results_agree_with_the_reference(device):
     """The small shape that the tests here use is right to begin with."""
-    tensors = inputs((4, 20), device=device)
+    tensors = inputs(LENGTHS, device=device)
     dout = torch.randn_like(tensors[0])
     accurate(gradients(tensors, dout), tensors, dout)
