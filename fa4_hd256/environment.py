@@ -126,7 +126,7 @@ VARIABLES = (
     Variable(
         "SM100_SIM_SANITIZE",
         "0",
-        "1 looks for races and lifetime errors; wait-ld also for tcgen05.ld without wait::ld; "
+        "1 looks for races and lifetime errors; wait-ld for tcgen05.ld without wait::ld alone; "
         "strict reads the ISA to the letter",
     ),
     Variable(

@@ -113,7 +113,7 @@ def test_the_end_of_a_run(outcome, monkeypatch):
     *_, last = lines = summary(outcome.reports, outcome.failures).splitlines()
     assert "1 cause in spread" in "\n".join(lines)
     assert last == looked_for()
-    assert "ran as H200 (132 SMs, sm_90a), schedule plain; looked for the same as" in last
+    assert "ran as H200 (132 SMs, sm_90a), schedule plain; looked for tcgen05.ld without" in last
     monkeypatch.setenv("SM100_SIM_SANITIZE", "0")
     assert "errors and hangs alone; --sanitize looks for races, too" in looked_for([3])
     assert "schedule seed 3" in looked_for([3])

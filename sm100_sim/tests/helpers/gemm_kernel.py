@@ -102,16 +102,25 @@ class OneTile:
         mine = loading.get_slice(thread)
         source, target = mine.partition_S(accumulator), mine.partition_D(gd)
         values = cute.make_rmem_tensor(target.shape, self.accumulator)
-        cute.copy(loading, source, values)
-        cute.autovec_copy(values, target)
+        self.drain(loading, source, values, target)
         cute.arch.sync_threads()
         if warp == 0:
             pointer = cute.arch.retrieve_tmem_ptr(self.accumulator, 16, holder)
             cute.arch.dealloc_tmem(pointer, 256)
 
+    def drain(self, loading, source, values, target):
+        """Load the accumulator and store it."""
+        cute.copy(loading, source, values)
+        cute.autovec_copy(values, target)
 
-def multiply(a: torch.Tensor, b: torch.Tensor, operands, accumulator, d: torch.Tensor) -> None:
-    """d (128, N) = a (128, K) @ b (N, K)^T; a dimension of stride 1 is the major one."""
+
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, operands, accumulator, d: torch.Tensor, kind=OneTile
+) -> None:
+    """d (128, N) = a (128, K) @ b (N, K)^T; a dimension of stride 1 is the major one.
+
+    kind: OneTile, or a class of it.
+    """
     majors = [t.stride(0) == 1 and t.stride(1) != 1 for t in (a, b)]
     tensors = [from_dlpack(t, assumed_align=16) for t in (a, b, d)]
-    OneTile(operands, accumulator, d.shape[1], majors)(*tensors)
+    kind(operands, accumulator, d.shape[1], majors)(*tensors)

@@ -93,7 +93,7 @@ def test_tensor_descriptors_and_tensor_cores():
     a, b, c, made = descriptors()
     report = sm100_sim.launch_triton(
         product, (1, 1), *made, 128, BM=128, BN=128, BK=64,
-        options=sm100_sim.Options(sanitize="wait-ld"),
+        options=sm100_sim.Options(sanitize=True),
     )  # fmt: skip
     assert (c - a.float() @ b.float()).abs().max() < 1e-4
     assert report.tma["load_bytes"] == 2 * 2 * 128 * 128 and "tcgen05.mma" in report.instructions
@@ -101,8 +101,10 @@ def test_tensor_descriptors_and_tensor_cores():
     assert kinds == {("barrier-not-visible",), ("missing-proxy-fence",)}
 
 
-def test_a_left_out_wait_for_tensor_memory_is_found_by_its_reading_alone(monkeypatch):
-    """The product stays right without its tcgen05.wait::ld, and `wait-ld` alone finds that."""
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_left_out_wait_for_tensor_memory_is_found_by_its_reading_alone(planted, monkeypatch):
+    """The product stays right without its tcgen05.wait::ld; `wait-ld` alone finds that, and nothing
+    but that."""
     code_of = triton_launcher._code_of
 
     def without_wait(name, key):
@@ -110,17 +112,19 @@ def test_a_left_out_wait_for_tensor_memory_is_found_by_its_reading_alone(monkeyp
         assert ptx.count("tcgen05.wait::ld.sync.aligned;") == 1
         return ptx.replace("tcgen05.wait::ld.sync.aligned;", ""), cubin
 
-    monkeypatch.setattr(triton_launcher, "_code_of", without_wait)
+    if planted:
+        monkeypatch.setattr(triton_launcher, "_code_of", without_wait)
     kinds = {}
     for reading in (True, "wait-ld"):
         a, b, c, made = descriptors(k=64)
         report = sm100_sim.launch_triton(
-            product, (1, 1), *made, 64, BM=128, BN=128, BK=64, num_warps=8,
+            product, (1, 1), *made, 64, BM=128, BN=128, BK=64, num_warps=8 if planted else 4,
             options=sm100_sim.Options(sanitize=reading),
         )  # fmt: skip
         assert (c - a.float() @ b.float()).abs().max() < 1e-4, "right all the same"
         kinds[reading] = {kind for cause in report.causes for kind in cause.kinds}
-    assert kinds["wait-ld"] - kinds[True] == {"load-not-waited"}
+    assert kinds["wait-ld"] == ({"load-not-waited"} if planted else set())
+    assert kinds[True] == {"barrier-not-visible", "missing-proxy-fence"}
 
 
 def test_a_finding_names_the_line_and_its_text():

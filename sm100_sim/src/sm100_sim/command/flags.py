@@ -30,8 +30,8 @@ def parser(name: str, what: str, positional: str) -> argparse.ArgumentParser:
         "--sanitize",
         choices=READINGS,
         metavar="READING",
-        help="look for races and misuse; --sanitize=wait-ld also for data of tcgen05.ld that are "
-        "used without tcgen05.wait::ld, --sanitize=strict by the letter of the PTX ISA",
+        help="look for races and misuse; --sanitize=wait-ld for tcgen05.ld without "
+        "tcgen05.wait::ld and nothing else, --sanitize=strict by the letter of the PTX ISA",
     )
     add("--seed", help="an adversarial schedule, another for each number")
     add(

@@ -13,7 +13,7 @@ from sm100_sim.terminal import painted, short_name
 #: What a reading of the sanitizer looks for.
 _READINGS = {
     True: "races, operations in flight, missing fences, reads of what nobody wrote",
-    "wait-ld": "the same as --sanitize, and data of tcgen05.ld without tcgen05.wait::ld",
+    "wait-ld": "tcgen05.ld without tcgen05.wait::ld alone; --sanitize looks for the rest",
     "strict": "the same as --sanitize, by the letter of the PTX ISA",
     "strict-order": "the same as --sanitize, by the letter, with listed pairs of tcgen05 in order",
 }

@@ -91,8 +91,7 @@ class Sanitizer:
     omitted: index of an instruction that is left out (`omission`), -1 for none.
     strict: the letter of the PTX ISA, where published kernels rely on less (docs/sanitizer.md).
     in_order: whether tcgen05 instructions of one warp are ordered beyond the pipelined pairs that
-    the PTX ISA lists. awaits_loads: whether data of tcgen05.ld need a wait::ld before they are
-    used.
+    the PTX ISA lists. awaits_loads: whether notes list the loads whose data no wait::ld covers.
     """
 
     omitted = -1
@@ -667,8 +666,11 @@ class Sanitizer:
         yield from self.found.values()
         if self.products:
             yield from self._register_findings()
-        if self.awaits_loads:
-            yield from load_waits.found(self.machine, self.omitted, self._stretches)
+
+    def loads_not_waited(self) -> Iterator[Finding]:
+        """Return the findings of the reading "wait-ld", which has no others."""
+        overtaken = (f.sites[0].index for f in self.found.values() if f.kind == "load-in-flight")
+        return load_waits.found(self.machine, self.omitted, self._stretches, frozenset(overtaken))
 
     def notes(self) -> list[str]:
         """Return what is worth a look and no finding."""

@@ -40,8 +40,9 @@ class Reading(NamedTuple):
     """Reading of the PTX ISA.
 
     strict: by the letter, where published kernels rely on less. in_order: tcgen05 instructions of
-    one warp are in order beyond the pipelined pairs that the PTX ISA lists. awaits_loads: data of a
-    tcgen05.ld are used behind a tcgen05.wait::ld alone (`memory.load_waits`).
+    one warp are in order beyond the pipelined pairs that the PTX ISA lists. awaits_loads: what is
+    wanted is that data of a tcgen05.ld are used behind a tcgen05.wait::ld (`memory.load_waits`),
+    and nothing else.
     """
 
     strict: bool
@@ -197,6 +198,8 @@ class Watch(Observer):
         raise_failure()
 
     def findings(self, found: list[str]) -> list[str]:
+        if self.reading.awaits_loads:
+            return list(self.sanitizer.loads_not_waited())
         own = [Finding("machine", text) for text in found]
         return [*own, *self.sanitizer.results()]
 

@@ -14,7 +14,9 @@ note of the launch, with their places, and no finding.
 What the register dependency does not order is an arrival: ptxas makes of a wait::ld that the next
 arrival waits for the load, and without it nothing does (docs/facts.md). So a load of any origin is
 a finding if the warp arrives at a barrier before it has waited or touched a register of the load.
-Arithmetic in front of the arrival counts as a touch, though ptxas may move it behind.
+Arithmetic in front of the arrival counts as a touch, though ptxas may move it behind. A mov is none
+where the run shows that it matters: ptxas makes no instruction of it, but many arrivals behind a
+mov alone are no release of the columns.
 """
 
 from __future__ import annotations
@@ -39,14 +41,21 @@ class Use(NamedTuple):
     register: str
 
 
-def found(machine: Any, omitted: int, stretches: Any) -> Iterator[Finding]:
-    """Yield a finding for each use whose instructions a launch has executed."""
+def found(
+    machine: Any, omitted: int, stretches: Any, overtaken: frozenset[int]
+) -> Iterator[Finding]:
+    """Yield a finding for each use whose instructions a launch has executed.
+
+    overtaken: indices of loads whose columns were overwritten in the run with nothing between.
+    """
     for use in _executed(machine, omitted, False):
         finding = not_waited(use)
         finding.stretches = tuple(stretches.of(at.index) for at in finding.sites)
         yield finding
     executed = machine.executed_indices()
-    for use in arrivals_of(machine.compiled.kernel, omitted):
+    kernel = machine.compiled.kernel
+    early = {use.load.index: use for use in arrivals_of(kernel, omitted, overtaken)}
+    for use in (early | {use.load.index: use for use in arrivals_of(kernel, omitted)}).values():
         if use.load.index in executed and use.other.index in executed:
             yield arrived_early(use)
 
@@ -110,42 +119,76 @@ def uses_of(kernel: Any, omitted: int = -1, by_compiler: bool = False) -> list[U
     return _uses(kernel, omitted, states, loads, numbers)
 
 
+class _Flight(NamedTuple):
+    """The loads that may be in flight, as a mask, and the registers that hold their data."""
+
+    mask: int
+    owners: _State
+
+
 #: Starts of opcodes by which a warp arrives at a barrier.
 _ARRIVALS = ("mbarrier.arrive", "bar.", "barrier.")
 
 
-def arrivals_of(kernel: Any, omitted: int = -1) -> list[Use]:
+def arrivals_of(kernel: Any, omitted: int = -1, only: frozenset[int] | None = None) -> list[Use]:
     """Return a use for each load that is in flight, on some path, where the warp arrives at a
     barrier: the first arrival of the program.
 
-    omitted: index of an instruction that is left out.
+    omitted: index of an instruction that is left out. only: indices of the loads that are looked
+    at, of which a mov is no touch; None: all loads, of which it is one.
     """
-    loads = [i for i in kernel.instructions if row_of(i).rule is Rule.TENSOR_LOAD]
+    loads = [i for i in _used_loads(kernel) if only is None or i.index in only]
     if not loads:
         return []
     bits = {load.index: 1 << number for number, load in enumerate(loads)}
-    owners: dict[Register, int] = {}
-    for load in loads:
-        for register in uses_and_definitions(load)[2]:
-            owners[register] = owners.get(register, 0) | bits[load.index]
     found: dict[int, Use] = {}
-    states: list[int | None] = [None] * len(kernel.blocks)
-    states[0], pending = 0, {0}
+    states: list[_Flight | None] = [None] * len(kernel.blocks)
+    states[0], pending = _Flight(0, {}), {0}
     while pending:
         index = pending.pop()
-        mask = states[index] or 0
+        before = states[index] or _Flight(0, {})
+        state = _Flight(before.mask, dict(before.owners))
         for instruction in _steps(kernel, kernel.blocks[index], omitted):
-            if mask and instruction.opcode.startswith(_ARRIVALS):
+            if state.mask and instruction.opcode.startswith(_ARRIVALS):
                 for load in loads:
-                    if mask & bits[load.index]:
+                    if state.mask & bits[load.index]:
                         _keep_first(found, load, instruction)
-            mask = _in_flight(mask, instruction, owners) | bits.get(instruction.index, 0)
+            is_copy = only is not None and instruction.opcode == "mov"
+            state = _passed(state, instruction, bits.get(instruction.index, 0), is_copy)
         for successor in successors(kernel.blocks[index]):
             known = states[successor]
-            if known is None or mask & ~known:
-                states[successor] = mask | (known or 0)
+            if known is None:
+                states[successor] = _Flight(state.mask, dict(state.owners))
+                pending.add(successor)
+            elif _merge(known.owners, state.owners) or state.mask & ~known.mask:
+                states[successor] = _Flight(known.mask | state.mask, known.owners)
                 pending.add(successor)
     return list(found.values())
+
+
+def _used_loads(kernel: Any) -> list[Any]:
+    """Return the loads of whose data an instruction other than mov takes any: those of no other
+    load can be wrong."""
+    owners: dict[Register, set[int]] = {}
+    loads = [i for i in kernel.instructions if row_of(i).rule is Rule.TENSOR_LOAD]
+    for load in loads:
+        for register in uses_and_definitions(load)[2]:
+            owners.setdefault(register, set()).add(load.index)
+    used: set[int] = set()
+    before = -1
+    while before != sum(map(len, owners.values())):
+        before = sum(map(len, owners.values()))
+        for instruction in kernel.instructions:
+            uses, _, definitions = uses_and_definitions(instruction)
+            data = {index for register in uses for index in owners.get(register, ())}
+            if not data:
+                continue
+            if instruction.opcode == "mov":
+                for register in definitions:
+                    owners.setdefault(register, set()).update(data)
+            else:
+                used |= data
+    return [load for load in loads if load.index in used]
 
 
 def _keep_first(found: dict[int, Use], load: Any, arrival: Any) -> None:
@@ -155,15 +198,29 @@ def _keep_first(found: dict[int, Use], load: Any, arrival: Any) -> None:
         found[load.index] = Use(load, arrival, register.name)
 
 
-def _in_flight(mask: int, instruction: Any, owners: dict[Register, int]) -> int:
-    """Return the loads of a mask that an instruction does not wait for: it waits for the registers
-    that it reads or writes."""
+def _passed(state: _Flight, instruction: Any, bit: int, is_copy: bool) -> _Flight:
+    """Go on behind an instruction. bit: of a load, 0 for all others.
+
+    A warp waits for the registers that an instruction reads or writes. is_copy: it does not, and
+    its results are in the registers of what it copies.
+    """
     if _is_wait(instruction):
-        return 0
+        return _Flight(0, {})
     uses, _, definitions = uses_and_definitions(instruction)
-    for register in (*uses, *definitions):
-        mask &= ~owners.get(register, 0)
-    return mask
+    mask, owners = state
+    data = 0
+    for register in uses:
+        data |= owners.get(register, 0)
+    if not is_copy:
+        for register in definitions:
+            data |= owners.get(register, 0)
+        mask, data = mask & ~data, bit
+    for register in definitions:
+        if data:
+            owners[register] = data
+        else:
+            owners.pop(register, None)
+    return _Flight(mask | bit, owners)
 
 
 def _is_wait(instruction: Any) -> bool:
