@@ -15,7 +15,8 @@ from typing import Any
 
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from lab.validation.foreign.cases import CASES, Case
+from lab.validation.foreign.case import Case
+from lab.validation.foreign.cases import CASES
 
 _HOME = Path(__file__).parents[1] / "validation" / "foreign"
 PREDICTED, MEASURED = _HOME / "foreign_predicted.json", _HOME / "foreign_measured.json"

@@ -7,45 +7,10 @@ far above an H200's L2 of 60 MB where a kernel is to be bound by HBM.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from . import cuda_kernels as cuda
-
-Call = Callable[[], Any]
-Extent = tuple[int, int, int]
-
-
-class World(Protocol):
-    """A place where kernels run: the simulator, or a GPU."""
-
-    def tensor(self, *shape: int, dtype: str, low: int | None = None) -> Any:
-        """Return a tensor of normal numbers; of whole ones below `low` if that is given."""
-
-    def launch(self, kernel: str, grid: Extent, block: Extent, *arguments: Any) -> None:
-        """Launch a kernel of `cuda_kernels`; arguments: tensors and numbers of 32 bits."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel. language: "Triton", "CUDA C++" or "CuTe DSL". origin: whose it is.
-
-    prepare: makes the tensors of sizes, and returns the call that launches. few, many: sizes in
-    the simulator and on the GPU. clusters, hbm_bytes: of the launch on the GPU. part: of the names
-    of the kernels that count; a call may launch others. work: FLOP, where they are what counts.
-    """
-
-    name: str
-    language: str
-    origin: str
-    prepare: Callable[..., Call]
-    few: dict[str, int]
-    many: dict[str, int]
-    clusters: int
-    hbm_bytes: float
-    part: str = ""
-    work: float = 0.0
+from . import packages
+from .case import Call, Case, World
 
 
 def _sum(world: World, n: int) -> Call:
@@ -139,14 +104,6 @@ def _quack_cross_entropy(world: World, rows: int, columns: int) -> Call:
     return lambda: cross_entropy_fwd_out(x, target, None, loss, None, None, None)
 
 
-def _attention(world: World, queries: int, keys: int, heads: int, head_dim: int) -> Call:
-    from flash_attn.cute.interface import flash_attn_func
-
-    q = world.tensor(1, queries, heads, head_dim, dtype="bfloat16")
-    k, v = (world.tensor(1, keys, heads, head_dim, dtype="bfloat16") for _ in range(2))
-    return lambda: flash_attn_func(q, k, v)
-
-
 _HERE, _QUACK = "written here, in the manner of Triton's tutorials", "quack-kernels 0.6.5"
 _TEXTBOOK = "written here, as textbooks have it"
 
@@ -181,8 +138,5 @@ CASES = (
     Case("cross entropy, bf16, rows of 8192", "CuTe DSL", _QUACK, _quack_cross_entropy,
          {"rows": 2, "columns": 8192}, {"rows": 65536, "columns": 8192},
          clusters=65536, hbm_bytes=2.0 * 65536 * 8192),
-    Case("attention, head_dim 64, 8192 tokens", "CuTe DSL", "flash-attn-4 4.0.0b36", _attention,
-         {"queries": 192, "keys": 8192, "heads": 1, "head_dim": 64},
-         {"queries": 8192, "keys": 8192, "heads": 32, "head_dim": 64},
-         clusters=43 * 32, hbm_bytes=4.0 * 2 * 8192 * 32 * 64, work=4.0 * 8192**2 * 32 * 64),
+    *packages.CASES,
 )  # fmt: skip

@@ -1,13 +1,18 @@
-"""Kernels in CUDA C++ of the kind that textbooks have; NVRTC and ptxas make the machine code."""
+"""Kernels in CUDA C++: of the kind that textbooks have, and sources that include a package's."""
 
 from __future__ import annotations
+
+import importlib.util
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 
 #: Threads of a CTA of each, and edges of tiles.
 TRANSPOSE_TILE, TRANSPOSE_ROWS = 32, 8
 SUM_THREADS, SUM_EACH = 256, 16
 GEMM_THREADS, GEMM_TILE, GEMM_K = 256, 128, 8
 
-SOURCE = r"""
+_TEXT = r"""
 // Transposes a matrix through a tile of shared memory, whose rows are one word apart from the
 // banks' period.
 extern "C" __global__ void transpose(const float* from, float* to, int rows, int columns) {
@@ -82,3 +87,45 @@ extern "C" __global__ void __launch_bounds__(256) gemm(
           make_float4(sum[j][l], sum[j][l + 1], sum[j][l + 2], sum[j][l + 3]);
 }
 """
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text in CUDA C++. package, include: whose headers it includes, and their folder in it."""
+
+    text: str
+    package: str = ""
+    include: str = ""
+
+    def folders(self) -> list[Path]:
+        """Return the folders of headers. Raises ImportError without the package."""
+        return [folder_of(self.package) / self.include] if self.package else []
+
+
+def folder_of(package: str) -> Path:
+    """Return the folder of a package without importing it. Raises ImportError."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{package} is not in PYTHONPATH")
+    return Path(spec.origin).parent
+
+
+#: Headers of the host that NVRTC has not, by name: what kernels take of them.
+_HOST_HEADERS = {
+    "cuda_runtime.h": "typedef unsigned short ushort;",
+    "cuda.h": "#define CUDA_VERSION 13000",
+    "cmath": "",
+    "cstdint": "#include <cuda/std/cstdint>\nusing namespace cuda::std;",
+    "type_traits": "#include <cuda/std/type_traits>\nnamespace std { using namespace cuda::std; }",
+}
+
+
+def host_headers() -> Path:
+    """Return a folder of its own with the headers of the host for NVRTC."""
+    folder = Path(tempfile.mkdtemp(prefix="lab-nvrtc-"))
+    for name, text in _HOST_HEADERS.items():
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+TEXTBOOK = Source(_TEXT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from . import cuda_kernels
-from .cases import Call, Case, Extent
+from .case import Call, Case, Extent
+from .cuda_kernels import TEXTBOOK, Source
 
 #: Batches of a case, launches of each at most, and milliseconds that a batch takes at most.
 BATCHES, LAUNCHES, MOST = 9, 10, 20.0
@@ -31,14 +32,16 @@ REST = 0.1
 _REGISTERS = 4
 
 
-def _compiled(source: str) -> bytes:
+def _compiled(source: Source) -> bytes:
     """Return the cubin of CUDA C++ by nvcc. Raises FileNotFoundError without it."""
     compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
-        text.write_text(source)
+        text.write_text(source.text)
+        included = [f"-I{headers}" for headers in source.folders()]
         subprocess.run(
-            [compiler, "-cubin", "-arch=sm_90a", "-std=c++17", "-o", cubin, text], check=True
+            [compiler, "-cubin", "-arch=sm_90a", "-std=c++17", *included, "-o", cubin, text],
+            check=True,
         )
         return cubin.read_bytes()
 
@@ -47,6 +50,7 @@ class Module:
     """Kernels of a cubin in PyTorch's context, by the driver's functions."""
 
     def __init__(self, cubin: bytes) -> None:
+        self._cubin = cubin
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module, self._functions = ctypes.c_void_p(), {}  # type: ignore[var-annotated]
         self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
@@ -60,9 +64,19 @@ class Module:
         """Return the handle of a kernel."""
         if name not in self._functions:
             found = ctypes.c_void_p()
-            self._call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
+            mangled = self._mangled(name).encode()
+            self._call("cuModuleGetFunction", ctypes.byref(found), self._module, mangled)
             self._functions[name] = found
         return self._functions[name]
+
+    def _mangled(self, name: str) -> str:
+        """Return the symbol of a kernel: of a template, the one in the cubin that has its name."""
+        if "<" not in name:
+            return name
+        short = name.partition("<")[0].rpartition("::")[2]
+        text = rf"\.text\.(_Z\w*{len(short)}{short}\w*)".encode()
+        (symbol,) = set(re.findall(text, self._cubin))
+        return symbol.decode()
 
     def registers(self, name: str) -> int:
         """Return the registers of a kernel's thread."""
@@ -90,7 +104,8 @@ class Gpu:
         import torch
 
         torch.zeros(1, device="cuda")
-        self._torch, self._module = torch, Module(_compiled(cuda_kernels.SOURCE))
+        self._torch = torch
+        self._modules: dict[Source, Module] = {}
         self._random = torch.Generator("cuda").manual_seed(0)
 
     def tensor(self, *shape: int, dtype: str, low: int | None = None) -> Any:
@@ -99,14 +114,24 @@ class Gpu:
             return made.random_(low, generator=self._random)
         return made.normal_(generator=self._random)
 
-    def launch(self, kernel: str, grid: Extent, block: Extent, *arguments: Any) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: Extent,
+        block: Extent,
+        *arguments: Any,
+        source: Source = TEXTBOOK,
+    ) -> None:
+        if source not in self._modules:
+            self._modules[source] = Module(_compiled(source))
+        module = self._modules[source]
         values = [
             ctypes.c_int(one) if isinstance(one, int) else ctypes.c_void_p(one.data_ptr())
             for one in arguments
         ]
         stream = self._torch.cuda.current_stream().cuda_stream
-        self._module.launch(kernel, (*grid, *block), stream, values)
-        self.registers = self._module.registers(kernel)
+        module.launch(kernel, (*grid, *block), stream, values)
+        self.registers = module.registers(kernel)
 
     def milliseconds(self, call: Call, launches: int) -> tuple[float, float]:
         """Return the time of a batch on the GPU, and the host's for its launches."""

@@ -11,8 +11,8 @@ import numpy as np
 from sm100_sim import devices, launch_cuda
 from sm100_sim.timing.whole import Launch, WholeLaunches
 
-from . import cuda_kernels
-from .cases import Case, Extent
+from .case import Case, Extent
+from .cuda_kernels import TEXTBOOK, Source, host_headers
 
 GPU = "h200"
 #: Sets of constants drawn beside the central ones.
@@ -36,10 +36,18 @@ class Simulated:
             made = self._torch.randn(*shape, generator=self._random).to(kind)
         return made.to(self.device)
 
-    def launch(self, kernel: str, grid: Extent, block: Extent, *arguments: Any) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: Extent,
+        block: Extent,
+        *arguments: Any,
+        source: Source = TEXTBOOK,
+    ) -> None:
+        folders = [*source.folders(), host_headers()] if source.package else []
         launch_cuda(
-            cuda_kernels.SOURCE, kernel, arguments, grid=grid, block=block,
-            options=self.found.options(),
+            source.text, kernel, arguments, grid=grid, block=block,
+            flags=[f"--include-path={folder}" for folder in folders], options=self.found.options(),
         )  # fmt: skip
 
 
