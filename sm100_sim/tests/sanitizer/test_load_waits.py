@@ -174,7 +174,7 @@ def test_a_load_in_flight_at_an_arrival(head, between, early):
     ("mov.b32 %r5, %r3;\nadd.u32 %r4, %r5, 1;", 1),
 ])  # fmt: skip
 def test_data_that_nobody_uses_cannot_harm(last, count):
-    """As of flash-attn-4's dQ at head_dim 256, which loads columns again that it has stored."""
+    """Loads without a use, as flash-attn-4's dQ at head_dim 256 has, are no finding."""
     text = HANDED_OVER.partition("add.u32")[0] + last
     kernel = translated_kernel(kernel_text(text, 1), "test", True).kernel
     assert len(arrivals_of(kernel)) == count
