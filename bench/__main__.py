@@ -22,13 +22,14 @@ COMMANDS = {
     "host": "host time of an eager call, beside others",
     "bringup": "the first hour on a GPU: one command, one report",
     "vllm": "random models served by vLLM, with our backend beside its own",
+    "sglang": "the same models served by SGLang",
     "profile": "Nsight Compute on our kernels: its command lines, or run",
     "report": "one HTML page from the JSON results of the others",
 }
 #: Title of the help -> commands.
 GROUPS = {
     "time on a GPU (without one: modelled, where lab/ is here)": (
-        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "gate", "vllm",
+        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "gate", "vllm", "sglang",
     ),
     "correctness": ("accuracy", "training", "bringup"),
     "analysis": ("host", "profile", "report"),

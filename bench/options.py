@@ -8,7 +8,7 @@ module are compared with that module's by `tests/bench/test_options.py`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -38,9 +38,11 @@ DECODE_PARTS = ("rates", "kv-types", "pages", "small-pages", "new-rows")
 DECODE_PROVIDERS = (
     OURS, "flash-attn-4", "flash-attn-4, num_splits=0", "cuDNN", "FlashAttention-2",
 )  # fmt: skip
-#: Models, backends and modes of `vllm`. The first backend's texts are scored by all.
+#: Models, backends and modes of `vllm` and of `sglang`. The first backend is ours, and its texts
+#: are scored by all.
 SERVED_MODELS = ("Qwen3", "Gemma 3", "Qwen3.5")
-SERVED_BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
+VLLM_BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
+SGLANG_BACKENDS = ("fa4_hd256", "triton", "fa3")
 EAGER, GRAPHS = "eager", "graphs"
 #: Machines of the timing model that have a name.
 MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
@@ -269,9 +271,17 @@ def training(parser: argparse.ArgumentParser) -> None:
 
 
 def vllm(parser: argparse.ArgumentParser) -> None:
+    _serving(parser, VLLM_BACKENDS)
+
+
+def sglang(parser: argparse.ArgumentParser) -> None:
+    _serving(parser, SGLANG_BACKENDS)
+
+
+def _serving(parser: argparse.ArgumentParser, backends: Sequence[str]) -> None:
     for name, choices, meaning in (
         ("model", SERVED_MODELS, "in whose form a model is made"),
-        ("backend", SERVED_BACKENDS, "ours is CUSTOM"),
+        ("backend", backends, f"ours is {backends[0]}"),
         ("mode", (EAGER, GRAPHS), "of the engine: without CUDA graphs, or with those of decoding"),
     ):
         parser.add_argument(

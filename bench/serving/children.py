@@ -1,4 +1,4 @@
-"""Processes of `bench.serving.engine`: started together, asked one at a time."""
+"""Processes that answer `orders`: started together, asked one at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ __all__ = ["Child", "Failed"]
 
 #: Characters of a process's last words that an error has.
 LAST_WORDS = 600
-#: Its command.
-PROGRAM = (sys.executable, "-m", "bench.serving.engine")
 
 
 class Failed(RuntimeError):
@@ -24,9 +21,9 @@ class Failed(RuntimeError):
 
 
 class Child:
-    """One engine. log: the file that gets what it writes."""
+    """One engine. log: the file that gets what it writes; program: its command."""
 
-    def __init__(self, log: Path, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, log: Path, program: Sequence[str]) -> None:
         self._log = log
         with open(log, "ab") as sink:
             # A session of its own: what it starts ends with it.

@@ -142,7 +142,7 @@ PACKAGES = {
     "bench/tables": (*_BENCH[:4], *_KNOWN),
     "bench/measure": (*_BENCH[:5], *_KNOWN),
     "bench/decode": (*_BENCH[:6], *_KNOWN),
-    "bench/serving": _KNOWN,
+    "bench/serving": (*_BENCH[:6], *_KNOWN),
     "bench/bringup": (*_BENCH[:6], *_KNOWN),
     "bench/modelled": (),
     "bench/commands": (*_BENCH, *_KNOWN),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 from checkout import ROOT
@@ -18,11 +19,12 @@ pytest.importorskip("transformers")
 from bench.commands import vllm as command
 from bench.measure.time_limit import TimeLimit
 from bench.options import EAGER
+from bench.serving import measured
 from bench.serving.models import Size
 
 pytestmark = pytest.mark.simulator
 
-LOAD = command.Load(requests=2, prompt=24, tokens=3, rounds=1)
+LOAD = measured.Load(requests=2, prompt=24, tokens=3, rounds=1)
 #: vLLM's own name, which means our backend here: FA4_HD256_VLLM_FLASH_ATTN.
 SAME, ABSENT = "FLASH_ATTN", "NO_SUCH_BACKEND"
 
@@ -31,15 +33,16 @@ def test_equal_backends_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("FA4_HD256_VLLM_FLASH_ATTN", "1")
     paths = [str(ROOT / "tests/helpers"), *sys.path]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    bench = command.Bench(
+    program = (sys.executable, str(ROOT / "tests/bench/helpers/vllm_bench_engine.py"))
+    bench = measured.Bench(
+        replace(command.ENGINE, program=program),
         Size(layers=1, hidden=256, heads=4, vocabulary=512, positions=512), LOAD,
         ("CUSTOM", SAME, ABSENT), tmp_path,
-        (sys.executable, str(ROOT / "tests/bench/helpers/vllm_bench_engine.py")),
         {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05,
          "compilation_config": {"mode": 0, "custom_ops": ["none"]}},
     )  # fmt: skip
     origin = {"basis": "computed", "machine": "CPU"}
-    rates, agreements = command.tables(bench, [("Qwen3", EAGER)], TimeLimit(), origin)
+    rates, agreements = measured.tables(bench, [("Qwen3", EAGER)], TimeLimit(), origin)
     rows = {row["backend"]: row for row in rates.rows}
     for name in ("CUSTOM", SAME):
         assert rows[name]["status"] == "ok", rows[name]

@@ -7,8 +7,8 @@ import sys
 
 import vllm_engine
 
-from bench.serving import engine
+from bench.serving import vllm_engine as served
 
 if __name__ == "__main__":
     vllm_engine.prepare()
-    sys.exit(engine.main())
+    sys.exit(served.main())

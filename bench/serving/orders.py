@@ -1,0 +1,98 @@
+"""Orders of an engine in a process of its own, and its answers.
+
+Orders come on stdin, a line of JSON each, and each is answered with a line on stdout. The first
+order has the engine's arguments. An answer has `readied`, the number of our kernels that became
+ready meanwhile: compiled, or loaded from a cache or a folder. What the engine itself writes goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TextIO
+
+__all__ = ["PROFILED", "Served", "Texts", "main", "of_a_step", "readied"]
+
+#: Steps of a profile.
+PROFILED = 16
+
+#: Tokens of each text.
+Texts = list[list[int]]
+
+
+class Served(Protocol):
+    """An engine that serves one model."""
+
+    def backends(self) -> list[str]:
+        """Return the names of the backends that layers of attention have."""
+
+    def readied(self) -> int:
+        """Return how many of our kernels have become ready since the engine's process began."""
+
+    def time(self, texts: Texts, tokens: int) -> dict[str, Any]:
+        """Generate. seconds: of all; steps: of each step in which all requests decoded."""
+
+    def profile(self, texts: Texts, tokens: int) -> dict[str, Any]:
+        """Return what a step of decoding takes the GPU. kernels: microseconds of a step, by name;
+        none without a GPU."""
+
+    def decode(self, texts: Texts, tokens: int) -> dict[str, Any]:
+        """Return generated tokens, and the log-probability of each."""
+
+    def score(self, texts: Texts) -> dict[str, Any]:
+        """Return the log-probability of each token behind the first, and the likeliest one
+        there."""
+
+
+def main(environment: Mapping[str, str], make: Callable[[dict[str, Any]], Served]) -> int:
+    """Serve orders until stdin ends. environment: settings unless the user has others."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else writes to stdout, from C too
+    _serve(sys.stdin, answers, make)
+    # Threads of the engine would keep the process.
+    os._exit(0)
+
+
+def readied() -> int:
+    """Return how many of our kernels have become ready in this process."""
+    from fa4_hd256.run.compile import counters
+
+    return sum(count for how, count in counters.items() if how != "memory")
+
+
+def of_a_step(profiler: Any) -> dict[str, float]:
+    """Return the microseconds of each kernel in one of `PROFILED` steps, by name."""
+    return {
+        event.key: event.self_device_time_total / PROFILED
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    }
+
+
+def _serve(orders: TextIO, answers: TextIO, make: Callable[[dict[str, Any]], Served]) -> None:
+    """Answer each order, in turn."""
+    engine: Served | None = None
+    before = 0
+    for line in orders:
+        order, begin = json.loads(line), time.perf_counter()
+        if engine is None:
+            engine = make(order)
+            answer: dict[str, Any] = {"backends": engine.backends()}
+        else:
+            kind = order.pop("do")
+            known = {
+                "time": engine.time, "profile": engine.profile, "decode": engine.decode,
+                "score": engine.score,
+            }  # fmt: skip
+            answer = known[kind](**order)
+        answer.setdefault("seconds", time.perf_counter() - begin)
+        now = engine.readied()
+        answers.write(json.dumps({**answer, "readied": now - before}) + "\n")
+        answers.flush()
+        before = now
