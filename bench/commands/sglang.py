@@ -10,7 +10,6 @@ from typing import Any
 from bench.options import EAGER, GRAPHS, SGLANG_BACKENDS
 from bench.serving.measured import Cache, Engine, Load, run
 
-
 #: Tokens of a context that SGLang leaves free, and some more.
 SPARE = 16
 

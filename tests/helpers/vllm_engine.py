@@ -36,6 +36,8 @@ def prepare():
     import torch
     from vllm import platforms
 
+    # vLLM's products for CPUs with AMX are compiled parts, too.
+    torch.cpu._is_amx_tile_supported = lambda: False
     platforms._current_platform = _platform(platforms)()
     _define_compiled_parts(torch)
 
