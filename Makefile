@@ -70,7 +70,8 @@ test-all:
 test-engines: $(ENGINES)/installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest $(CASES) tests/operator/integrations/test_vllm_*.py \
 	    tests/bench/commands/test_vllm_serving.py
-	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_sglang_backend.py
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_sglang_backend.py \
+	    tests/bench/commands/test_sglang_serving.py
 
 $(ENGINES)/installed: $(STAMP) tests/engines.txt
 	$(PIP_INSTALL) --target $(ENGINES) --upgrade --no-deps -r tests/engines.txt
