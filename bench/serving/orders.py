@@ -86,7 +86,7 @@ def _serve(orders: TextIO, answers: TextIO, make: Callable[[dict[str, Any]], Ser
             answer: dict[str, Any] = {"backends": engine.backends()}
         else:
             kind = order.pop("do")
-            known = {
+            known: dict[str, Callable[..., dict[str, Any]]] = {
                 "time": engine.time, "profile": engine.profile, "decode": engine.decode,
                 "score": engine.score,
             }  # fmt: skip
