@@ -101,6 +101,7 @@ def test_the_check_sees_the_function(function):
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("function", (Alibi(), Capped()), ids=_named)
+@pytest.mark.sampled("ALiBi*")
 def test_rows(function, direction, monkeypatch):
     case, capped = _case(function), isinstance(function, Capped)
     chosen = [

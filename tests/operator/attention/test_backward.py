@@ -77,7 +77,8 @@ def test_more_tiles_than_clusters(monkeypatch, architecture):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_batch(causal, device):
-    check(inputs((150, 200), (4, 2), batch=3, device=device), causal=causal)
+    """A KV head of two query heads, whose gradients are parts; causal, one for each."""
+    check(inputs((150, 200), (4, 4 if causal else 2), batch=3, device=device), causal=causal)
 
 
 # 1.0: Gemma 4. Zero, and far below every score's resolution.
@@ -114,7 +115,8 @@ def test_keys_that_no_query_sees(device):
 )
 @pytest.mark.sampled("lengths0-window0", "lengths1-window1", "lengths3-window3")
 def test_windows(lengths, window, device):
-    check(inputs(lengths, device=device), window_size=window)
+    """A softcap, too, so that one kernel has both."""
+    check(inputs(lengths, device=device), window_size=window, softcap=20.0)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -39,7 +39,8 @@ def adapter_without(function: str, parameter: str = "") -> bool:
     return found is None or bool(parameter) and parameter not in signature(found).parameters
 
 
-def inputs(device, seqlen_q=9, seqlen_k=9, heads=2):
+def inputs(device, seqlen_q=40, seqlen_k=40, heads=2):
+    """More rows than a decode tile has: the forward's kernels, which others compile."""
     shapes = ((heads, seqlen_q), (1, seqlen_k), (1, seqlen_k))
     return tuple(torch.randn(2, h, s, 256).to(device, torch.bfloat16) for h, s in shapes)
 
@@ -75,10 +76,10 @@ def test_dense(device, adapted, causal):
     assert not close(out, math_attention(q, k, v, is_causal=not causal, scale=0.1))
     scores = q.double() @ k.double().transpose(-1, -2) * 0.1
     if causal:
-        scores.masked_fill_(torch.ones(9, 9, device=device).triu(1).bool(), -torch.inf)
-    assert lse.shape == (2, 2, 9) and lse.dtype == torch.float32
+        scores.masked_fill_(torch.ones(40, 40, device=device).triu(1).bool(), -torch.inf)
+    assert lse.shape == (2, 2, 40) and lse.dtype == torch.float32
     assert (lse - scores.logsumexp(-1)).abs().max() < 1e-4
-    assert (max_q, max_k) == (9, 9) and seed is not None and offset is not None
+    assert (max_q, max_k) == (40, 40) and seed is not None and offset is not None
 
 
 @pytest.mark.sampled
@@ -138,7 +139,7 @@ def test_out_is_written_in_place(device, adapted):
     q, k, v = (x.transpose(1, 2) for x in inputs(device))
     out = torch.empty_like(q)
     lse = adapted._fa4_flash_attention_forward_no_dropout_inplace_impl(
-        out, q, k, v, None, None, 9, 9, 0.0, False, False
+        out, q, k, v, None, None, 40, 40, 0.0, False, False
     )
     result, same = integration._flash_attn_fwd(q, k, v)
     assert torch.equal(out, result) and torch.equal(lse, same)
@@ -160,7 +161,7 @@ def test_out_that_is_given(device, monkeypatch):
     assert torch.equal(out, integration._flash_attn_fwd(q, k, v)[0])
     for wrong, message in (
         (out.half(), "out has dtype torch.float16; accepted: torch.bfloat16"),
-        (out.new_empty(3, *out.shape), r"out has shape \(3, 2, 9, 2, 256\); accepted"),
+        (out.new_empty(3, *out.shape), r"out has shape \(3, 2, 40, 2, 256\); accepted"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             integration._flash_attn_fwd(q, k, v, out=wrong)
@@ -172,7 +173,7 @@ def test_out_that_is_given(device, monkeypatch):
 )
 def test_what_is_not_offered(device, adapted):
     q, k, v = inputs(device)
-    dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 9, 9, 0.0, False, False)
+    dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 40, 40, 0.0, False, False)
     with pytest.raises(ValueError, match=f"num_splits is {MOST_SPLITS + 1}"):
         adapted._fa4_flash_attention_forward_impl(*dense, num_splits=MOST_SPLITS + 1)
 
@@ -198,7 +199,7 @@ def test_backward(device, adapted, is_causal):
     )
     dout, empty = torch.randn_like(out), torch.zeros(0, device=device)
     got = adapted._fa4_scaled_dot_product_flash_attention_backward_impl(
-        dout, q, k, v, out, lse, None, None, 9, 9, 0.0, is_causal, empty, empty
+        dout, q, k, v, out, lse, None, None, 40, 40, 0.0, is_causal, empty, empty
     )
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(
