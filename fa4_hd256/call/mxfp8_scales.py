@@ -20,14 +20,22 @@ from ..kernels.block_scales import (
 )
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_BLOCKS
-from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
+from ..kernels.rows.sequences import (
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
+    PAGE_TABLE,
+    PART_LIST,
+    TREE_WORDS,
+)
+from .checks import said
 
 #: Scales of v for the forward, and for gradients of q, k and dout, whose blocks are of rows.
 OF_ROWS = (DESCALES[2], "q_rows_descale", "k_rows_descale", "dout_rows_descale")
 #: Whose sequences scales of packed ones are of.
 _SIDES = dict(zip(DESCALES, "qkk", strict=True))
 _ROW_SCALES = HEAD_DIM // SCALE_BLOCK
-_APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS)
+#: Metadata are made for tiles that query heads share, which these kernels have none of.
+_APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS, PART_LIST)
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
@@ -36,7 +44,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Ten
     Raises TypeError for another dtype, ValueError for another shape or device, NotImplementedError
     beside what such calls do not take.
     """
-    beside = [name for name in _APART if name in given]
+    beside = [said(name) for name in _APART if name in given]
     if beside:
         raise NotImplementedError(
             f"scales of blocks with {', '.join(beside)}: not offered; accepted: dense q, k and v, "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import environment
 from ..call import named_configs
-from ..call.chunks import divide
+from ..call.chunks import BackwardDivision, divide
 from ..call.memory import View
 from ..call.mxfp8_gradients import (
     CODES,
@@ -19,7 +19,7 @@ from ..call.mxfp8_gradients import (
 )
 from ..call.operator_arguments import ForwardValues
 from ..call.options import Options
-from ..gpus.devices import gpu_of
+from ..gpus.devices import Gpu, gpu_of
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.problem_class import OF_BLOCKS
@@ -55,11 +55,25 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
     )  # fmt: skip
     division = divide(problem, config.ds_bytes, gpu)
     check_division(division)
-    problem = division.problem
     builder = PlanBuilder.for_tensors(device, Mxfp8BackwardTensors._fields, tensors)
     named = batched._asdict().items()
     views = {name: View.of(name, tensor) for name, tensor in named if tensor is not None}
     has_batch = dict.fromkeys("qkv", tensors.q.ndim == batched.q.ndim)
+    made = add_division(builder, division, has_batch, views, (config, gpu))
+    return builder.plan(*results_of(builder, WANTED, made, views)[:3])
+
+
+def add_division(
+    builder: PlanBuilder,
+    division: BackwardDivision,
+    has_batch: Mapping[str, bool],
+    views: Mapping[str, View],
+    chosen: tuple[Any, Gpu],
+) -> dict[str, View]:
+    """Add the launches of a divided backward; return what they write, by name. has_batch, chosen:
+    as of `backward.add_division`. views: of `Mxfp8BackwardTensors`, packed sequences with a batch
+    of 1."""
+    problem = division.problem
     made = memory_of(builder, division, WANTED, has_batch)
     if not problem.has_no_queries:
         rows = PreprocessTensors(
@@ -76,5 +90,5 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
         dtype = problem.forward.dtype
         operands = {name: builder.operand(views[name]).view(dtype) for name in CODES}
         operands |= {name: builder.scale(views[name], OF_BLOCKS) for name in SCALES}
-        add_gradients(builder, division, (config, gpu), (operands, views, made))
-    return builder.plan(*results_of(builder, WANTED, made, views)[:3])
+        add_gradients(builder, division, chosen, (operands, views, made))
+    return made

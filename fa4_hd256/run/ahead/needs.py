@@ -30,10 +30,13 @@ from ...call.forward_problem import (
     tiles_for_max_logits,
 )
 from ...call.memory import View
+from ...call.mxfp8_gradients import CODES, SCALES
+from ...call.mxfp8_scales import OF_ROWS
 from ...call.operator_arguments import RAGGED
 from ...call.options import Options, check_options
 from ...call.tree_mask import WORD_NODES
 from ...gpus.gpu import Gpu
+from ...kernels.block_scales import ATOM_BLOCKS, ATOM_ROWS, ATOMS
 from ...kernels.functions.user_functions import ALIBI
 from ...kernels.kernel_set import kernels_of
 from ...kernels.limits import HEAD_DIM
@@ -43,6 +46,7 @@ from ...kernels.problem_class import (
     E4M3,
     GATE_OF_ELEMENTS,
     KV_DTYPES,
+    OF_BLOCKS,
     OF_PAGES,
     OF_SEQUENCES,
     OUT_GATE,
@@ -64,6 +68,7 @@ from ..argument_types import table_rank
 from ..backward import Wanted, add_division
 from ..catalogue import KernelSpec, TuningKey, append_spec, tuning_key
 from ..forward import add_combine, add_launches
+from ..mxfp8_backward import add_division as add_mxfp8_division
 from ..plan import PlanBuilder
 
 #: (dtype, q_dtype, kv_dtype) of `ProblemClass`.
@@ -110,6 +115,8 @@ _LENGTHS = sorted(
 )
 
 
+#: The tensors of calls of a form that have gradients in mxfp8.
+_TRAINED_MXFP8 = FORMS["dense"], FORMS["packed"]
 #: Fields that only calls over a cache can have.
 _OF_CACHES = ("scheduler_metadata", "rotary", CACHE_BATCH_IDX, CACHE_LEFTPAD)
 #: Fields of `Needs` that are True or False, and options of the command.
@@ -123,6 +130,7 @@ FLAGS = (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     OUT_GATE,
+    "mxfp8",
 )
 
 
@@ -147,7 +155,10 @@ class Needs:
     return_max_logits=True, too; k and v have q's dtype. cache_batch_idx, cache_leftpad: whether
     calls of flash_attn_with_kvcache with cache_seqlens give these, too, each by itself and both; a
     call without cache_seqlens takes the same kernels if it is given that of all rows,
-    k_cache.shape[1]. out_gate: whether calls are given one shaped like q, too.
+    k_cache.shape[1]. out_gate: whether calls are given one shaped like q, too. mxfp8: calls with q,
+    k and v in mxfp8, too, in forms without pages, with results of `dtypes` (float8_e4m3fn: in
+    bfloat16); with "training" and the forms "dense" and "packed" their gradients, too. Blackwell
+    alone has such kernels: NotImplementedError elsewhere.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -167,6 +178,7 @@ class Needs:
     cache_batch_idx: bool = False
     cache_leftpad: bool = False
     out_gate: bool = False
+    mxfp8: bool = False
 
     def __post_init__(self) -> None:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
@@ -227,6 +239,11 @@ class Needs:
                     f"as of a cache, and without {_LISTLESS}: {listed}"
                     + (_WITHOUT_LENGTHS if name in (CACHE_BATCH_IDX, CACHE_LEFTPAD) else "")
                 )
+        if self.mxfp8 and all(PAGE_TABLE in FORMS[form] for form in self.forms):
+            raise ValueError(
+                f"forms are {self.forms} with mxfp8, which pages are not offered with; accepted: a "
+                "form without pages among them"
+            )
         if TRAINING in self.uses and all(PAGE_TABLE in FORMS[form] for form in self.forms):
             raise ValueError(
                 f"forms are {self.forms} with {TRAINING}, which keys and values in pages have no "
@@ -285,6 +302,11 @@ def specs_of(
         raise ValueError(
             f"softcap is {model.softcap} with alibi; accepted: one of them, as calls take one"
         )
+    if needs.mxfp8 and TRAINING in needs.uses and (model.softcap or model.sink):
+        raise ValueError(
+            f"softcap {model.softcap} and sink {model.sink} with mxfp8 and {TRAINING}; accepted: "
+            "neither, since such calls have no gradients, or other uses"
+        )
     where, specs = _gpu_named(architecture, gpu), dict[KernelSpec, None]()
     for problem in _forward_problems(model, needs, architecture):
         for call in _divided(problem, where, needs):
@@ -300,6 +322,8 @@ def specs_of(
         trained = map(_of_one_row, _changed(_trained(model, needs, architecture), needs))
         for problem in dict.fromkeys(trained):
             specs |= dict.fromkeys(_backwards(problem, model.heads_kv, where))
+        for problem in _trained_mxfp8(model, needs, architecture):
+            specs |= dict.fromkeys(_mxfp8_backwards(problem, model.heads_kv, where))
     return list(specs)
 
 
@@ -329,6 +353,8 @@ def _forward_problems(
                 if not is_masked(problem.ragged):
                     ragged, is_wide = _with(problem.ragged, TREE_WORDS), dtype == torch.int64
                     yield replace(problem, ragged=ragged, wide_tree=is_wide)
+    if needs.mxfp8:
+        yield from _changed(_problems(model, needs, architecture, longest, is_mxfp8=True), needs)
 
 
 def _placed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
@@ -358,6 +384,16 @@ def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) ->
             yield problem
 
 
+def _trained_mxfp8(
+    model: AttentionModel, needs: Needs, architecture: Architecture
+) -> Iterator[Problem]:
+    """Yield one of each kind of forward that has gradients in mxfp8, as these have it."""
+    known = _problems(model, needs, architecture, _LONGEST, True) if needs.mxfp8 else ()
+    for problem in dict.fromkeys(map(_of_one_row, known)):
+        if problem.ragged in _TRAINED_MXFP8:
+            yield replace(problem, q_dtype=E4M3, kv_dtype=E4M3, descale=OF_BLOCKS)
+
+
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
     """Yield each, and where requested with ALiBi: slopes of heads, and of sequences and heads; and
     with a gate of the result."""
@@ -377,19 +413,24 @@ def _problems(
     longest: int,
     only_half: bool = False,
     max_logits: bool = False,
+    is_mxfp8: bool = False,
 ) -> Iterator[Problem]:
     """One of each kind of forward. longest: queries of a sequence at most. only_half: q, k and v
-    of 16 bits. max_logits: as of `Options`."""
+    of 16 bits. max_logits: as of `Options`. is_mxfp8: q, k and v in that."""
     triples = needs.dtype_triples
     if only_half:
         triples = tuple((dtype, None, None) for dtype in needs.half_dtypes)
+    if is_mxfp8:
+        triples = tuple(dict.fromkeys((dtype, E4M3, E4M3) for dtype, *_ in triples))
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
     for form, (dtype, q_dtype, kv_dtype) in itertools.product(needs.forms, triples):
         ragged = FORMS[form]
         if kv_dtype == NVFP4 and not _takes_list(ragged):
             continue  # no such call is accepted
-        known = kernels.forward_tiles(None, kv_dtype, q_dtype)
+        if is_mxfp8 and PAGE_TABLE in ragged:
+            continue  # likewise
+        known = kernels.forward_tiles(None, kv_dtype, q_dtype, is_mxfp8)
         masks = model.masks
         if is_masked(ragged):
             if not any(tiles.takes_lists for tiles in known):
@@ -400,6 +441,7 @@ def _problems(
         known = tiles_for_keys(known, ragged, architecture)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
         descales = _descales(kv_dtype, PAGE_TABLE in ragged and q_dtype is None)
+        descales = (OF_BLOCKS,) if is_mxfp8 else descales
         tilings: dict[Any, int] = {}
         for length in queries:
             tilings.setdefault(choose_tiles(known, group, length, ragged), length)
@@ -449,7 +491,7 @@ def _divided(problem: Problem, gpu: Gpu, needs: Needs) -> Iterator[Problem]:
     parts: list[dict[str, Any]] = [{"num_splits": 1}, {"num_splits": 2}]
     if needs.batch_invariant:
         parts.append({"num_splits": 2, "part_keys": 1})
-    if needs.scheduler_metadata and _takes_list(problem.ragged):
+    if needs.scheduler_metadata and _takes_list(problem.ragged) and problem.descale != OF_BLOCKS:
         parts.append({"ragged": _with(problem.ragged, PART_LIST), "num_splits": 2})
     for keys in _configured(tuning_key(problem, gpu.tuning_name)):
         for division in parts:
@@ -491,6 +533,8 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
         views[OUT_GATE] = View.contiguous(OUT_GATE, problem.q_shape, problem.dtype)
     for name in problem.scales:
         views[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
+        if problem.descale == OF_BLOCKS:
+            views[name] = _block_scales(name, problem, k_shape)
     for name in block_scales_of(of_keys):
         views[name] = View.contiguous(name, (*k_shape[:-1], HEAD_DIM // NVFP4_BLOCK), E4M3)
     for name in problem.ragged:
@@ -498,6 +542,14 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
         dtype = torch.int64 if is_wide else torch.int32
         views[name] = View.contiguous(name, (1,) * table_rank(name), dtype)
     return views
+
+
+def _block_scales(name: str, problem: Problem, k_shape: Sequence[int]) -> View:
+    """Return the view of the scales in mxfp8 of one tile: of k and v, else of queries."""
+    side, shape = ("k", k_shape) if name[0] in "kv" else ("q", problem.q_shape)
+    outer = () if f"cu_seqlens_{side}" in problem.ragged else (1,)
+    rows, blocks = (HEAD_DIM, 1) if name in OF_ROWS else (ATOM_ROWS, ATOMS)
+    return View.contiguous(name, (*outer, shape[2], rows, blocks * ATOM_BLOCKS), torch.uint8)
 
 
 @functools.cache
@@ -578,15 +630,14 @@ def _of_one_row(forward: Problem) -> Problem:
 
 
 @functools.cache
-def _backward_config(architecture: Architecture) -> Any:
-    return kernels_of(architecture).config("backward")()
+def _backward_config(architecture: Architecture, direction: str = "backward") -> Any:
+    return kernels_of(architecture).config(direction)()
 
 
 def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
     """Yield the kernels with a stored dS and without, where a block mask does not require one, that
     of packed sequences by lengths that are known, too; dK and dV in parts and not, the LSE's
     gradient given or not."""
-    heads, k_shape = forward.q_shape[2], (1, 1, heads_kv, HEAD_DIM)
     config = _backward_config(forward.architecture)
     stored = (True,) if is_masked(forward.ragged) else (True, False)
     choices = itertools.product(stored, (1, 2), (False, True))
@@ -594,19 +645,45 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
         of_lengths = (DS_BEGINS,) if keeps_ds and forward.ragged == FORMS["packed"] else ()
         for more in dict.fromkeys(((), of_lengths)):
             ragged_forward = replace(forward, ragged=(*forward.ragged, *more))
-            problem = BackwardProblem(
-                ragged_forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds, listed_tiles=1
-            )
-            one = range(1)
-            chunk = Chunk(problem, range(heads), range(heads_kv), one, one, one)
+            form = lse_gradient, head_parts, keeps_ds
+            division = _whole_division(ragged_forward, heads_kv, *form)
+            problem = division.problem
             for wanted in (Wanted(),) if keeps_ds else _WANTED:
                 builder = PlanBuilder(forward.device, {})
                 results = wanted, dict.fromkeys("qkv", True)
-                views = _views(ragged_forward, k_shape) | _of_gradients(problem)
-                add_division(
-                    builder, BackwardDivision(problem, (chunk,)), results, views, (config, gpu)
-                )
+                views = _views(ragged_forward, problem.k_shape) | _of_gradients(problem)
+                add_division(builder, division, results, views, (config, gpu))
                 yield from builder.plan().specs
+
+
+def _mxfp8_backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
+    """Yield the kernels of gradients in mxfp8: dK and dV in parts and not, the LSE's gradient given
+    or not."""
+    config = _backward_config(forward.architecture, "mxfp8_backward")
+    for head_parts, lse_gradient in itertools.product((1, 2), (False, True)):
+        division = _whole_division(forward, heads_kv, lse_gradient, head_parts, True)
+        problem = division.problem
+        views = _views(forward, problem.k_shape) | _of_gradients(problem)
+        for name in CODES:
+            shape = problem.k_shape if name[0] in "kv" else forward.q_shape
+            views[name] = View.contiguous(name, shape, E4M3)
+        views |= {name: _block_scales(name, forward, problem.k_shape) for name in SCALES}
+        builder = PlanBuilder(forward.device, {})
+        has_batch = dict.fromkeys("qkv", True)
+        add_mxfp8_division(builder, division, has_batch, views, (config, gpu))
+        yield from builder.plan().specs
+
+
+def _whole_division(
+    forward: Problem, heads_kv: int, lse_gradient: bool, head_parts: int, keeps_ds: bool
+) -> BackwardDivision:
+    """Return a backward of one row and one key, in one chunk."""
+    heads, k_shape, one = forward.q_shape[2], (1, 1, heads_kv, HEAD_DIM), range(1)
+    problem = BackwardProblem(
+        forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds, listed_tiles=1
+    )
+    chunk = Chunk(problem, range(heads), range(heads_kv), one, one, one)
+    return BackwardDivision(problem, (chunk,))
 
 
 def _of_gradients(problem: BackwardProblem) -> dict[str, View]:

@@ -14,7 +14,13 @@ from mxfp8_cases import accurate_mxfp8, exact, operands, takes_blocks, uneven
 from paged_cases import int32, offsets
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    masks,
+)
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.quantize import Mxfp8, quantize_mxfp8
 
@@ -206,7 +212,7 @@ def plain():
      ({"v_descale": torch.zeros(1, 2, 128, 8, dtype=torch.uint8)}, ValueError,
       r"v_descale has shape \(1, 2, 128, 8\); accepted: \(1, 2, 256, 4\), in atoms"),
      ({"tree_mask": torch.ones(3, 3, dtype=torch.bool)}, NotImplementedError,
-      "scales of blocks with tree_words: not offered; accepted: dense q"),
+      "scales of blocks with tree_mask: not offered; accepted: dense q"),
      ({"return_max_logits": True}, NotImplementedError, "return_max_logits: .* does not keep")],
     ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip
@@ -236,6 +242,18 @@ def test_new_rows_of_caches_are_refused(architecture):
     with pytest.raises(NotImplementedError, match="new rows of a cache with scales of blocks: not"):
         flash_attn_with_kvcache(**cache, **rows, cache_seqlens=int32([4]))
     assert torch.equal(cache["k_cache"].view(torch.uint8), before)
+
+
+@pytest.mark.simulator
+def test_scheduler_metadata_are_refused(architecture):
+    """They are made for tiles that query heads share."""
+    if not takes_blocks(architecture):
+        pytest.skip(f"{architecture} has no kernel for mxfp8")
+    lengths = int32([9])
+    metadata = get_scheduler_metadata(lengths, 3, 9, 4, 2, kv_dtype=E4M3, q_dtype=E4M3)
+    message = "scales of blocks with scheduler_metadata: not offered; accepted: dense q, k and v"
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn_varlen_func(**plain()._asdict(), seqused_k=lengths, scheduler_metadata=metadata)
 
 
 @pytest.mark.simulator
