@@ -328,8 +328,11 @@ def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -
 
 
 def gate_operand(builder: PlanBuilder, gate: View) -> View:
-    """The gate of the result as kernels read it."""
-    return builder.operand(gate) if gate.ndim == 4 else builder.table(gate)
+    """The gate of the result as kernels read it; one of heads has a last stride of 1."""
+    if gate.ndim == 4:
+        return builder.operand(gate)
+    has_stride = gate.shape[-1] > 1 and gate.strides[-1] != 1
+    return builder.copied(gate) if has_stride else builder.table(gate)
 
 
 def _sink(builder: PlanBuilder, sink: View) -> View:

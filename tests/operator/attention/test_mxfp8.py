@@ -246,7 +246,7 @@ def test_new_rows_of_caches_are_refused(architecture):
 
 @pytest.mark.simulator
 def test_scheduler_metadata_are_refused(architecture):
-    """They are made for tiles that query heads share."""
+    """Metadata are made for tiles that query heads share."""
     if not takes_blocks(architecture):
         pytest.skip(f"{architecture} has no kernel for mxfp8")
     lengths = int32([9])

@@ -83,6 +83,19 @@ def test_gradients(name, device):
     assert torch.equal(of_gate, found["out_gate"])
 
 
+def test_a_gate_of_heads_may_have_any_strides(device):
+    """One that lies (batch, heads, seqlen), as scores do, with its gradient."""
+    case = CASES["of heads"]
+    inputs, gate = tensors(case, device)
+    turned = gate.transpose(1, 2).contiguous().transpose(1, 2)
+    found = []
+    for given in (gate, turned):
+        leaf = given.requires_grad_()
+        out = flash_attn_func(*inputs, out_gate=leaf, **case.options)
+        found.append((out, *torch.autograd.grad(out, leaf, torch.ones_like(out))))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.sampled
 def test_packed_sequences(device):
     """Rows behind the last offset belong to no sequence: their gate has no gradient."""
