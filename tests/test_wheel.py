@@ -76,7 +76,9 @@ def test_it_holds_what_it_shares_with_the_simulator(site, name):
     assert place.read_bytes() == (ROOT / "fa4_hd256" / name).read_bytes()
 
 
+@pytest.mark.sampled
 def test_it_works_beside_packages_of_these_names(site, tmp_path):
+    """A user's own modules of these names are found, and the package finds its own."""
     for name in ("schedulers", "softmax_emu", "bench"):
         (tmp_path / f"{name}.py").write_text('whose = "the user\'s"\n')
     done = subprocess.run(

@@ -16,6 +16,7 @@ BOUNDS = {2: 2.06e-3, 3: 8.60e-5, 4: 2.96e-6, 5: 1.5e-7}
 
 
 @pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.sampled("3")
 def test_refit_gives_the_coefficients_of_the_kernels(degree):
     refitted, stored = fit(degree), measure(COEFFICIENTS[degree])
     assert stored.max_relative_error <= BOUNDS[degree]
@@ -77,7 +78,9 @@ def test_without_scipy_the_command_says_what_to_install(capsys, monkeypatch):
     assert "pip install scipy" in capsys.readouterr().err
 
 
+@pytest.mark.sampled
 def test_command_line_plot(tmp_path, monkeypatch, capsys):
+    """Only --plot writes a file, and the command says which."""
     pytest.importorskip("matplotlib", reason="the plot needs the extra [bench]")
     monkeypatch.chdir(tmp_path)
     for more in ([], ["--json"]):

@@ -29,6 +29,7 @@ def quiet(text: str) -> None:
     """Takes a note."""
 
 
+@pytest.mark.sampled
 def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
     """Cases name sm_90a, which no other GPU loads; under the head of a B200 ptxas takes all but the
     known ones. A module has a hundred kernels."""

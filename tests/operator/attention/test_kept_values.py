@@ -98,7 +98,7 @@ FORMS = {
 @pytest.mark.simulator
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.sampled("tiles-exported", "blocks-compiled")
+@pytest.mark.sampled("tiles-exported")
 def test_a_mask_whose_first_call_is_another_kind_of_call(form, first):
     """Be it refused or not: an eager call with the mask, and a training, are as ever."""
     make, function = form

@@ -55,6 +55,7 @@ print(problem.packed_heads, problem.tile_queries, splits_for(problem, gpu), spec
 """
 
 
+@pytest.mark.sampled
 def test_a_third_touches_no_other(tmp_path):
     """A call gets its tiles, clusters and configuration; neither its sources nor those of the
     others are in the other's keys."""

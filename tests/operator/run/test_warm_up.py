@@ -313,7 +313,7 @@ def test_every_combining_kernel(architecture):
 
 
 @pytest.mark.parametrize("arch", sorted(TARGETS))
-@pytest.mark.sampled("sm_90a")
+@pytest.mark.sampled
 def test_kernels_have_texts(arch):
     """Each comes back from its text as it was."""
     target = TARGETS[arch]
