@@ -96,9 +96,13 @@ def test_the_page_has_the_stacks_and_the_picture(written, outcome):
     assert "race in shared memory" in text and "kernel.cu:7" in text
     assert text.index("kernel.cu:8") < text.index("kernel.cu:30"), "the caller comes below"
     assert ("<h2>Hang</h2>" in text) == bool(outcome.failures)
+    assert re.search(r"code,pre\{font:13px ui-monospace", text)
     if not outcome.failures:  # an error leaves no trace
         synchronises = "bar.sync" in outcome.modules["_Z6spread3f"]
-        assert ("<title>timeline</title>" in text) == synchronises
+        timeline = text[text.index("<title>timeline</title>") :]
+        assert ("bar.sync" in timeline) == synchronises
+        first, second = timeline.index("st.shared.u32, PTX"), timeline.index("ld.shared.u32, PTX")
+        assert first < second, "the accesses of the finding stand there, too"
         assert "<title>happens-before</title>" in text
         picture = text[text.index("<svg") : text.index("</svg>")]
         assert "CTA (0, 0, 0) warp 0" in picture and "CTA (0, 0, 0) warp 1" in picture

@@ -3,7 +3,7 @@
 The picture has a column for each of the two warps, with the machine operations around the accesses
 as the trace has them, and an arrow from each arrival to the wait that it completes. Ordinary loads
 and stores are in no trace: an access stands where its PTX line says, behind the last operation
-before it.
+before it, in the picture and in the timeline.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .summary import looked_for
 _AROUND, _LENGTH, _WARPS = 4, 300, 32
 _WIDTH, _ROW = 330, 46
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0
-1em;color:#1b1f24} h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;border-top:1px solid
-#d0d7de;padding-top:1em} code,pre{font:13px
-#ui-monospace,monospace}pre{background:#f6f8fa;padding:.8em;overflow-x:auto}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}
+body{color:#1b1f24}
+h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;border-top:1px solid #d0d7de;padding-top:1em}
+code,pre{font:13px ui-monospace,monospace}pre{background:#f6f8fa;padding:.8em;overflow-x:auto}
 table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;text-align:left;vertical-align:top}
 .missing{color:#a40e26}.quiet{color:#59636e}svg text{font-family:system-ui,sans-serif}
 """
@@ -49,6 +49,15 @@ class _Row(NamedTuple):
     text: str
     is_access: bool
     entry: TraceEntry | None = None
+
+
+class _Mark(NamedTuple):
+    """A box of the timeline: when it was, whose, and of which instruction."""
+
+    number: float
+    warp: int
+    opcode: str
+    line: int
 
 
 def page(outcome: Outcome) -> str:
@@ -212,15 +221,27 @@ def _kind(opcode: str) -> str:
     return next(name for name, (words, _) in _KINDS.items() if any(w in opcode for w in words))
 
 
+def _marks(parties: Sequence[Any], entries: Sequence[TraceEntry]) -> list[_Mark]:
+    """The machine operations of a CTA, and the accesses to it that are none, in their order."""
+    cta = tuple(parties[0].cta)
+    own = [e for e in entries if e.ctaid == cta]
+    marks = [_Mark(e.number, e.warp, e.opcode, e.line) for e in own]
+    traced, after = {(e.warp, e.line) for e in own}, 0.0
+    for party in parties[:2]:
+        after = _placed(party, 0, entries, after)[0].number
+        if tuple(party.cta) == cta and (party.warp, party.line) not in traced:
+            opcode = next(word for word in party.text.split() if not word.startswith("@"))
+            marks.append(_Mark(after, party.warp, opcode, party.line))
+    return sorted(marks, key=lambda mark: mark.number)
+
+
 def _timeline(parties: Sequence[Any], entries: Sequence[TraceEntry]) -> str:
-    """The machine operations of the CTA's warps, in the order in which they took effect."""
-    own = [e for e in entries if e.ctaid == tuple(parties[0].cta)]
+    """The operations of the CTA's warps, in the order in which they took effect."""
+    own = _marks(parties, entries)
     lines = {party.line for party in parties}
     middle = next((k for k, e in enumerate(own) if e.line in lines), 0)
     own = own[max(0, middle - _LENGTH // 2) :][:_LENGTH]
     warps = sorted({e.warp for e in own})[:_WARPS]
-    if not own:
-        return ""
     step = 900 / len(own)
     parts = [f"<svg width=980 height={20 * len(warps) + 40} role=img><title>timeline</title>"]
     for k, entry in enumerate(own):
