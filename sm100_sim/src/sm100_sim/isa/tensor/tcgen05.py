@@ -365,6 +365,8 @@ def _mma_form(instruction) -> _Form:
             raise unknown(instruction, f"scale vector size; accepted: {', '.join(counts)}")
         block, by_block = KINDS[kind].k // counts[vector], vector.startswith("block")
         rest.pop(0)
+    if "ashift" in rest:
+        raise unknown(instruction, "shifted rows of A (.ashift) are not modelled")
     if not set(rest) <= _HINTS:
         raise unknown(instruction, "modifier of tcgen05.mma")
     return _Form(group, kind, block, ws, by_block)
