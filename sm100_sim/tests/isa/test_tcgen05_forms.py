@@ -131,7 +131,9 @@ def test_a_form_is_translated_or_refused_by_name(part):
     forms, count = FORMS[part]
     known = list(forms())
     assert len(known) == len(set(known)) == count
-    translated(*(form for form, why in known if why == RUNS))
+    for of_pairs in (False, True):  # a kernel has one cta_group
+        translated(*(form for form, why in known
+                     if why == RUNS and (GROUPS[1] in form) == of_pairs))  # fmt: skip
     for form, why in known:
         if why != RUNS:
             with pytest.raises(UnknownInstruction, match=re.escape(f"{form.split()[0]}: {why}")):
