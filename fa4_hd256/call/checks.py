@@ -155,7 +155,8 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
         require_dense(name, tensor)
         dtypes = (*DTYPES, *(KV_DTYPES if name == "q" else CACHE_DTYPES))
         if tensor.dtype not in dtypes:
-            accepted = " or ".join(map(str, (*DTYPES, *KV_DTYPES)))
+            accepted = " or ".join(map(str, dtypes))
+            accepted += " (NVFP4, two elements in a byte)" if name != "q" else ""
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
         if tensor.ndim != 4:
             raise ValueError(wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
@@ -167,6 +168,11 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
                 f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(shape)}; "
                 f"accepted: {columns} only{of_codes}"
             )
+    if tensors["q"].dtype in KV_DTYPES and tensors["k"].dtype == NVFP4:
+        raise TypeError(
+            f"q has dtype {tensors['q'].dtype} with k and v in NVFP4 ({NVFP4}); accepted: "
+            f"{' or '.join(map(str, DTYPES))}"
+        )
     of_q = tensors["k"].dtype not in CACHE_DTYPES or tensors["q"].dtype in KV_DTYPES
     alike = {name: t.dtype for name, t in tensors.items() if name != "q" or of_q}
     _check_equal("dtype", alike, TypeError)

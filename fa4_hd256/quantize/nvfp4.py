@@ -35,8 +35,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def nvfp4_global_scale(tensor: torch.Tensor) -> torch.Tensor:
     """Return a float32 scalar with which the largest block scale of the tensor is 448, the largest
-    e4m3; 1 for a tensor of zeros."""
-    largest = tensor.detach().abs().amax().float()
+    e4m3; 1 for a tensor of zeros. Elements that are NaN or infinite do not count."""
+    absolute = tensor.detach().float().abs()
+    finite = absolute.masked_fill_(~absolute.isfinite(), 0.0)
+    largest = finite.amax() if finite.numel() else finite.new_zeros(())
     scale = largest / (E2M1_LARGEST * E4M3_LARGEST)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
@@ -103,7 +105,18 @@ def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=tensor.device)
     if not ((scale > 0) & scale.isfinite()).all():
         raise ValueError("global_scale is not positive; accepted: finite numbers greater than 0")
-    return scale if scale.numel() == 1 else scale[..., None]
+    if scale.numel() == 1:
+        return scale.reshape(())
+    outer = tensor.shape[:-1]
+    fits = scale.ndim <= len(outer) and all(
+        own in (1, size) for own, size in zip(reversed(scale.shape), reversed(outer))
+    )
+    if not fits:
+        raise ValueError(
+            f"global_scale has shape {tuple(scale.shape)}; accepted: one value, or what broadcasts "
+            f"against {tuple(outer)}, all dimensions but the last one"
+        )
+    return scale[..., None]
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:

@@ -294,6 +294,22 @@ def test_what_is_refused(change, error, message):
 
 
 @pytest.mark.simulator
+def test_dtypes_that_are_refused():
+    """Queries in e4m3; codes whose dtype says what they are."""
+    q, cache = dense(1, 9, (4, 1))
+    scales = cache.options(2)
+    with pytest.raises(
+        TypeError, match=r"q has dtype .*e4m3fn with k and v in NVFP4 \(torch.uint8"
+    ):
+        flash_attn_with_kvcache(q.to(torch.float8_e4m3fn), *cache.codes, **scales)
+    codes = [t.view(torch.float4_e2m1fn_x2) for t in cache.codes]
+    with pytest.raises(
+        TypeError, match=r"k has dtype .*e2m1fn_x2; accepted: .*torch.uint8 \(NVFP4"
+    ):
+        flash_attn_with_kvcache(q, *codes, **scales)
+
+
+@pytest.mark.simulator
 def test_other_shapes_dtypes_and_functions_are_refused():
     q, cache = dense(1, 9, (4, 1))
     scales = cache.options(2)

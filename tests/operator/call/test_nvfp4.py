@@ -113,3 +113,23 @@ def test_what_is_refused():
         dequantize_nvfp4(codes, scales.float())
     with pytest.raises(ValueError, match=r"accepted: \(2, 1\)"):
         dequantize_nvfp4(codes, scales[:1])
+
+
+def test_the_global_scale_is_that_of_finite_elements():
+    """One element would else leave all others to a scale of 1, or of infinity."""
+    tensor = torch.tensor([2e-3, -4e-3, 0.0])
+    wanted = nvfp4_global_scale(tensor)
+    for value in (math.nan, math.inf, -math.inf):
+        wild = torch.cat((tensor, torch.tensor([value])))
+        assert nvfp4_global_scale(wild) == wanted and wild[3].isnan() == math.isnan(value)
+    assert nvfp4_global_scale(torch.zeros(0, 16)) == 1
+
+
+def test_global_scales_of_other_shapes_are_refused():
+    tensor = torch.randn(3, 4, 16)
+    message = r"global_scale has shape \(5,\); accepted: one value, or .* against \(3, 4\)"
+    with pytest.raises(ValueError, match=message):
+        quantize_nvfp4(tensor, torch.ones(5))
+    given = quantize_nvfp4(tensor, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"global_scale has shape \(1, 3, 4\)"):
+        dequantize_nvfp4(*given, torch.ones(1, 3, 4))
