@@ -27,8 +27,9 @@ SOMEBODY = 12345
 
 
 @pytest.fixture(autouse=True)
-def _warnings_again(monkeypatch):
+def _as_in_a_new_process(monkeypatch):
     monkeypatch.setattr(native_cache, "_warned", set())
+    monkeypatch.setattr(native_cache, "_swept", set())
 
 
 @pytest.fixture
@@ -339,7 +340,9 @@ def test_an_interrupted_write_leaves_nothing(cache, monkeypatch):
 
 
 def test_what_killed_processes_left_goes(cache):
+    """At the first write of a process."""
     cache.write(NAME, HEADER, PARTS)
+    native_cache._swept.clear()
     recent, old = (f"{NAME}.{age}.tmp" for age in ("recent", "old"))
     for name in (recent, old, "old.lock"):
         (cache.directory / name).write_text("")
@@ -348,6 +351,10 @@ def test_what_killed_processes_left_goes(cache):
         os.utime(cache.directory / name, (two_days_ago, two_days_ago))
     cache.write("another.o", HEADER, PARTS)
     assert sorted(os.listdir(cache.directory)) == ["another.o", NAME, recent]
+    (cache.directory / old).write_text("")
+    os.utime(cache.directory / old, (two_days_ago, two_days_ago))
+    cache.write("a third.o", HEADER, PARTS)
+    assert (cache.directory / old).exists()
 
 
 # ---------------------------------------------------------------- other processes

@@ -29,6 +29,8 @@ TRANSLATING = ("isa", "jit", "native", "ptx", "state", "translate")
 _LENGTH = struct.Struct("<Q")
 #: Bytes that the directory may hold before the entries used least recently go.
 CACHE_LIMIT = 1 << 30
+#: Bytes that this process has added to each directory since it looked at all of the files there.
+_added: dict[Path, int] = {}
 
 
 def translating_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
@@ -94,11 +96,23 @@ def obtain(
         with contextlib.suppress(OSError):
             os.utime(cache.directory / name)
     else:
-        _prune(cache.directory)
+        _count(cache.directory, len(code))
     return header, code
 
 
+def _count(directory: Path, size: int) -> None:
+    """Prune at a process's first entry, and whenever it has added a 32nd of the limit: looking at
+    all files for each entry would cost the square of their number."""
+    added = _added.get(directory)
+    if added is None or added + size >= CACHE_LIMIT // 32:
+        _prune(directory)
+        _added[directory] = 0
+    else:
+        _added[directory] = added + size
+
+
 def _prune(directory: Path) -> None:
+    """Delete the entries used least recently, beyond the limit."""
     entries = []
     for path in directory.glob("*.o"):
         with contextlib.suppress(OSError):  # another process prunes, too

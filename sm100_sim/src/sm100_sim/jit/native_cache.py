@@ -38,6 +38,9 @@ _LENGTH = struct.Struct("<Q")
 _LEFT_OVER = 86400.0
 
 _warned: set[tuple[Path, str]] = set()
+#: Directories that this process has swept: listing all files at each write would cost the square
+#: of their number.
+_swept: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -221,11 +224,15 @@ class NativeCache:
             raise
 
     def _sweep(self) -> None:
-        """Delete what processes that were killed left behind, and digests of sources.
+        """Delete what processes that were killed left behind, and digests of sources; once in a
+        process.
 
         A lock file that has been in use for so long may go too: then two processes make the same
         entry.
         """
+        if self.directory in _swept:
+            return
+        _swept.add(self.directory)
         oldest = time.time() - _LEFT_OVER
         for pattern in ("*.tmp", "*.lock", "*.sources"):
             for path in self.directory.glob(pattern):
