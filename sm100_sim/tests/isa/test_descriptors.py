@@ -184,7 +184,14 @@ def test_illegal_types():
         decode_instruction(shape | 1 << 4 | 1 << 2, "f16", 1)
 
 
-@pytest.mark.parametrize("bit", [0, 1, 6, 23, 29])
+def test_the_k_of_later_machines_is_no_matter():
+    """cuDNN's attention at head_dim 256 sets bit 29 in bf16 MMAs, which SM100 does not look at."""
+    found = decode_instruction(0x30200490, "f16", 2)
+    assert (found.m, found.n) == (256, 128)
+    assert found == decode_instruction(0x10200490, "f16", 2)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 6, 23])
 def test_reserved_bits_of_an_instruction_descriptor(bit):
     raw = 1 << 4 | 16 << 17 | 8 << 24
     assert decode_instruction(raw, "f16", 1).m == 128
