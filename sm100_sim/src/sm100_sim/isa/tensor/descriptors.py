@@ -326,8 +326,8 @@ def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
     )
 
 
-#: Bits of an instruction descriptor that must be 0: of dense kinds, and of block-scaled ones. Bit 29
-#: of dense ones is reserved, too, but cuDNN sets it (K of a later machine's MMAs), and it is right.
+#: Bits of an instruction descriptor that must be 0: of dense kinds, and of block-scaled ones. Bit
+#: 29 of dense ones is reserved, too, but cuDNN sets it (K of a later machine), and is right.
 _RESERVED = (0, 1, 6, 23)
 _RESERVED_BLOCK_SCALED = (0, 1, 3, 6)
 
