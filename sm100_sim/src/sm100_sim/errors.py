@@ -109,8 +109,9 @@ class MissingExtra(ImportError):
     def __init__(self, what: str, extra: str, error: ImportError) -> None:
         """Make the error. what: needs the extra ("attached()"). error: of the import."""
         super().__init__(
-            f"{what} needs {error.name}, which is not installed; pip install 'WHEEL[{extra}]', or "
-            f"'./sm100_sim[{extra}]' in a checkout of fa4-hd256, installs all that it needs",
+            f"{what} needs {error.name}, which is not installed; pip install "
+            f"'./sm100_sim[{extra}]' in a checkout of fa4-hd256, or of its wheel 'FILE[{extra}]', "
+            "installs all that it needs",
             name=error.name,
         )
         self._made_of = what, extra, error
