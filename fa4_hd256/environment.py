@@ -87,6 +87,15 @@ VLLM_FLASH_ATTN = Variable(
     "(docs/vllm.md)",
 )
 
+#: Processes that compile at once unless it is chosen: each takes up to 1 GB.
+MOST_JOBS = 8
+JOBS = Variable(
+    "FA4_HD256_JOBS",
+    "the cores of the process, at most 8",
+    "processes that compile at once what warm_up and the start of an engine need, this one among "
+    "them; ranks of torch.distributed share them; 1: it compiles alone",
+)
+
 #: Every variable that this project reads, for docs/api.md and `python -m fa4_hd256 env`.
 VARIABLES = (
     ARCHITECTURE,
@@ -95,6 +104,7 @@ VARIABLES = (
     CHECK_PAGES,
     DS_BYTES,
     JIT,
+    JOBS,
     PREBUILT,
     PROGRESS,
     RESERVED_SMS,
@@ -211,6 +221,12 @@ def rows_wanted() -> bool:
 def reserved_sms() -> int:
     """Return the SMs that static grids leave free."""
     return _whole_number(RESERVED_SMS, "SMs") or 0
+
+
+def jobs() -> int:
+    """Return the number of processes that compile at once."""
+    given = _whole_number(JOBS, "processes")
+    return min(MOST_JOBS, len(os.sched_getaffinity(0))) if given is None else given
 
 
 def ds_bytes() -> int | None:

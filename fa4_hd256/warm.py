@@ -16,8 +16,9 @@ from .models import AttentionModel, Mask, model_named
 from .run.ahead.build import TARGETS, build, unique
 from .run.ahead.needs import FLAGS, Needs, specs_of
 from .run.ahead.options import OF_Q
+from .run.ahead.processes import compiling_beside, in_own_order
 from .run.catalogue import KernelSpec
-from .run.compile import compile_kernel, counters
+from .run.compile import compile_kernel
 from .run.kernel_names import kernel_named
 from .run.launch import prepare
 from .words import shown
@@ -31,7 +32,7 @@ _USUAL = Needs()
 @dataclass(frozen=True)
 class WarmUp:
     """Result of `warm_up`. kernels: that calls of the model may take, all loaded now; compiled: of
-    them in this process, the others were in a cache; seconds: what it took."""
+    them, those that no cache had when it began; seconds: what it took."""
 
     kernels: int
     compiled: int
@@ -56,8 +57,9 @@ def warm_up(
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
-    Where torch.distributed is initialised, every rank begins with a kernel of its own, so that
-    ranks that start together share the work: each kernel is compiled once (docs/serving.md).
+    Several processes compile, one for each core unless FA4_HD256_JOBS says how many. Ranks of
+    torch.distributed that start together share the work: each kernel is compiled once
+    (docs/serving.md).
 
     Raises TypeError and ValueError for what is not accepted, and as calls do where kernels cannot
     be compiled.
@@ -75,11 +77,11 @@ def kernels_of(model: AttentionModel, needs: Needs, place: torch.device) -> list
 
 def load(specs: list[KernelSpec], place: torch.device) -> WarmUp:
     """Compile kernels, and load them into a device."""
-    begin, before = time.perf_counter(), counters["compiled"]
-    for spec in _own_first(specs):
-        prepare(compile_kernel(spec), place)
-    compiled = counters["compiled"] - before
-    return WarmUp(len(specs), compiled, time.perf_counter() - begin)
+    begin = time.perf_counter()
+    with compiling_beside(specs) as missing:
+        for spec in in_own_order(specs):
+            prepare(compile_kernel(spec), place)
+    return WarmUp(len(specs), missing, time.perf_counter() - begin)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -105,15 +107,6 @@ def _model(model: str | AttentionModel) -> AttentionModel:
     if not isinstance(model, str):
         raise TypeError(f"model must be a name or an AttentionModel, got {type(model).__name__}")
     return model_named(model)
-
-
-def _own_first(specs: list[KernelSpec]) -> list[KernelSpec]:
-    """Return the specs in an order that differs from rank to rank."""
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized()):
-        return specs
-    begin = group.get_rank() * len(specs) // group.get_world_size()
-    return specs[begin:] + specs[:begin]
 
 
 # ---------------------------------------------------------------- python -m fa4_hd256 build

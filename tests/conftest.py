@@ -38,6 +38,8 @@ for _name in (
     "FA4_HD256_JIT", "FA4_HD256_PREBUILT", "FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS",
 ):  # fmt: skip
     os.environ.pop(_name, None)
+# Workers of pytest share the cores.
+os.environ["FA4_HD256_JOBS"] = "1"
 
 # Both schedulers are tested: the static one here, the dynamic one by tests that select it and by
 # the part of `make test` that sets this variable.

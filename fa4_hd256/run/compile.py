@@ -157,8 +157,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
     while a CUDA graph is captured that needs a kernel which this process has not loaded, and
     `MissingKernelError` where nothing may be compiled.
     """
-    settings = tuple(environment.compiler_settings().items())
-    key = spec, family.target(spec.architecture), settings
+    key = _memory_key(spec)
     kernel = _memory.get(key)
     if kernel is None:
         with _lock:
@@ -168,6 +167,18 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
                 return kernel
     counters["memory"] += 1
     return kernel
+
+
+def _memory_key(spec: KernelSpec) -> tuple[KernelSpec, str, tuple[Any, ...]]:
+    settings = tuple(environment.compiler_settings().items())
+    return spec, family.target(spec.architecture), settings
+
+
+def is_ready(spec: KernelSpec) -> bool:
+    """Return True if no call has to compile a kernel: it is in memory, prebuilt or on disk."""
+    if _memory_key(spec) in _memory or _prebuilt_entry(spec)[1] is not None:
+        return True
+    return lasts(spec) and disk_cache().read(f"{cache_key(spec)}.kernel") is not None
 
 
 def forget() -> None:

@@ -45,8 +45,10 @@ from fa4_hd256.kernels.problem_class import FunctionClass
 from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import backward, compile, forward, launch
+from fa4_hd256.run.ahead import processes
 from fa4_hd256.run.ahead.build import TARGETS
 from fa4_hd256.run.ahead.needs import FORMS, Needs, _options, specs_of
+from fa4_hd256.run.ahead.processes import in_own_order
 from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec, tail_spec
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.tail import class_of, sides_of
@@ -446,15 +448,15 @@ def test_heads_of_ranks(ranks, heads):
 
 def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
     specs = list(range(10))
-    assert warm._own_first(specs) == specs
+    assert in_own_order(specs) == specs
     group = SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 4
     )
-    monkeypatch.setattr(warm.torch, "distributed", group)
+    monkeypatch.setattr(processes.torch, "distributed", group)
     orders = []
     for rank in range(4):
         group.get_rank = lambda rank=rank: rank
-        orders.append(warm._own_first(specs))
+        orders.append(in_own_order(specs))
     assert [order[0] for order in orders] == [0, 2, 5, 7]
     assert all(sorted(order) == specs for order in orders)
 
