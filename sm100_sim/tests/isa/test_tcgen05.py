@@ -315,7 +315,7 @@ def test_n_of_a_pair_with_a_in_tensor_memory():
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("bit", [0, 29])
+@pytest.mark.parametrize("bit", [0, 23])
 def test_reserved_bits_of_an_instruction_descriptor_in_a_kernel(bit):
     product = mma.Product(1, 128, 64)
     raw = product.instruction_descriptor()
