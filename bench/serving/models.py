@@ -102,7 +102,7 @@ def _qwen3_5(size: Size, common: dict[str, Any]) -> Any:
     return Qwen3_5TextConfig(
         num_key_value_heads=2, layer_types=kinds, linear_num_key_heads=size.heads,
         linear_num_value_heads=size.heads, linear_key_head_dim=128, linear_value_head_dim=128,
-        **common,
+        full_attention_interval=ATTENTION_EVERY, **common,
     )  # fmt: skip
 
 
