@@ -78,7 +78,9 @@ def _plan(_: argparse.Namespace) -> int:
     from .kernels.proof.plans import describe
 
     kernels = kernels_of(environment.architecture())
-    configs = *kernels.configs("forward"), *kernels.configs("backward")
+    configs = [*kernels.configs("forward"), *kernels.configs("backward")]
+    if kernels.mxfp8_backward is not None:
+        configs += kernels.configs("mxfp8_backward")
     print("\n\n".join(describe(kernels, config()) for config in configs))
     return 0
 

@@ -37,7 +37,7 @@ _ALSO = {
     "--cache-batch-idx": "of calls over a cache with that",
     "--cache-leftpad": "of calls over a cache with that",
     "--out-gate": "of calls with a gate of the result",
-    "--mxfp8": "of calls with q, k and v in mxfp8 (sm_100a and sm_103a)",
+    "--mxfp8": "of calls with q, k and v in mxfp8, of Blackwell",
 }
 
 

@@ -13,6 +13,7 @@ from fa4_hd256.__main__ import main
 from fa4_hd256.check import demo
 from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run import bug_report
 from fa4_hd256.run import launch as launching
@@ -120,7 +121,8 @@ def test_plan(capsys):
     assert main(["plan"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(describe(KERNELS, ForwardConfig()))
-    assert shown.rstrip().endswith(describe(KERNELS, BackwardConfig()))
+    assert describe(KERNELS, BackwardConfig()) in shown
+    assert shown.rstrip().endswith(describe(KERNELS, Mxfp8BackwardConfig()))
 
 
 def test_env_lists_every_variable(capsys, monkeypatch):
