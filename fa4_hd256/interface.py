@@ -283,7 +283,7 @@ def flash_attn_varlen_func(
             out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             score_mod=row.score_mod, mask_mod=row.mask_mod, return_max_logits=return_max_logits,
-            out_gate=None if out_gate is None else out_gate.unsqueeze(0),
+            out_gate=out_gate.unsqueeze(0) if isinstance(out_gate, torch.Tensor) else out_gate,
         )  # fmt: skip
         out = result.squeeze(0) if out is None else out
         also = (lse.squeeze(0), *max_logits) if return_lse else max_logits

@@ -12,6 +12,7 @@ from fa4_hd256 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
+    masks,
 )
 from fa4_hd256.check import reference
 
@@ -160,3 +161,14 @@ def test_what_is_refused(device):
             flash_attn_func(q, k, v, out_gate=wrong)
     with pytest.raises(NotImplementedError, match="out= has no gradients"):
         flash_attn_func(q, k, v, out_gate=gate.requires_grad_(), out=torch.empty_like(q))
+
+
+def test_a_gate_that_is_none_is_refused_under_a_block_mask(device):
+    """Packed sequences of a block mask are one row, which the gate joins."""
+    row = torch.zeros(9, 2, 256, dtype=torch.bfloat16, device=device)
+    begins = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    with pytest.raises(TypeError, match=r"out_gate must be a torch.Tensor or None, got 0.5"):
+        flash_attn_varlen_func(
+            row, row, row, cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=5, out_gate=0.5,
+            block_mask=masks.prefix_lm(2, 9, 9, device=device),
+        )  # fmt: skip
