@@ -115,11 +115,11 @@ def load_box(
     cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
 
 
-def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: TilePlace) -> None:
+def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: TilePlace, packed: int = 1) -> None:
     """Prefetch into L2 the tile at `place` (see `tma_tile`), which a load is to bring into a buffer
     of `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
-    tile = tma_tile(source.tensor, shape, place, least=1)
+    tile = tma_tile(source.tensor, shape, place, packed, least=1)
     cute.prefetch(source.atom, _partition(source, smem, tile)[1])
 
 

@@ -26,8 +26,8 @@ class ForwardKernelTensors(NamedTuple):
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
     not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
     `num_splits` batch entries for each one.  optional: what the problem class requests, as of
-    `ForwardCommon.__call__`.  row_maxima: like lse, the
-    greatest logit of each query; None unless the problem class has `max_logits`.
+    `ForwardCommon.__call__`.  row_maxima: like lse, the greatest logit of each query; None unless
+    the problem class has `max_logits`.  gate: that of the result, like q, where TMA loads it.
     """
 
     q: TmaTensor
@@ -38,6 +38,7 @@ class ForwardKernelTensors(NamedTuple):
     lse: cute.Tensor
     optional: Any
     row_maxima: cute.Tensor | None = None
+    gate: TmaTensor | None = None
 
 
 @dataclass(frozen=True)

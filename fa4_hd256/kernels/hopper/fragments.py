@@ -12,11 +12,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
-from ..limits import HEAD_DIM
+from ..limits import HEAD_DIM, WARP_SIZE
+from ..operands import ATOM_ROWS, BLOCK_COLUMNS, ROW_BYTES
+from ..rows.copied import PIECE_BYTES
 from ..rows.output_gate import Columns
-from .instructions import COLUMN_GROUP, QUAD, rows_of, transpose_quad
+from .instructions import COLUMN_GROUP, QUAD, ROWS, WARPGROUP_THREADS, rows_of, transpose_quad
+
+#: Of an ldmatrix.
+MATRICES = 4
 
 
 @cute.jit
@@ -32,6 +37,37 @@ def row_columns() -> list[Columns]:
     lane = cute.arch.thread_idx()[0] % QUAD
     groups = range(HEAD_DIM // COLUMN_GROUP)
     return [Columns(2 * n, n * COLUMN_GROUP + 2 * lane, 2) for n in groups]
+
+
+def fragment_words(tile: cute.Tensor, number: int) -> list[Uint32]:
+    """Return words of two elements of a thread's row 0 or 1, in the order of its fragment.
+
+    tile: 64 x 256 of a 16-bit type in shared memory, an operand (`operands.smem_layout`), of which
+    each warp reads its 16 rows.
+    """
+    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    lane = thread % WARP_SIZE
+    # Eight lanes have the addresses of eight rows, the next eight those of the next columns.
+    in_atom, piece_of_lane = lane % ATOM_ROWS, lane // ATOM_ROWS
+    row = thread // WARP_SIZE * 16 + number * ATOM_ROWS + in_atom
+    to_row, words = tile.iterator.toint() + row * ROW_BYTES, list[Uint32]()
+    for group in range(0, HEAD_DIM // COLUMN_GROUP, MATRICES):
+        block, piece = divmod(group, BLOCK_COLUMNS // COLUMN_GROUP)
+        # Bits 4 to 6 of an address are exchanged by the row's.
+        address = to_row + ((piece_of_lane + piece) ^ in_atom) * PIECE_BYTES
+        words += load_matrices(Int32(address), block * ROWS * ROW_BYTES)
+    return words
+
+
+def load_matrices(address: Int32, offset: int) -> list[Uint32]:
+    """ldmatrix.sync.aligned.m8n8.x4.b16 (PTX ISA 9.7.15.5.15): four of 8 rows x 8 columns."""
+    found: list[Uint32] = cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        f"[{{$r0}}+{offset}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+    return found
 
 
 def store_float32(values: cute.Tensor, out: cute.Tensor) -> None:

@@ -34,8 +34,9 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL, StepList
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import ProblemClass
+from ...problem_class import GATE_OF_ELEMENTS, ProblemClass
 from ...ranges import traced
+from ...rows.sequences import by_sequence
 from ..fragments import exchanged_words, row_columns, store_exchanged, store_float32
 from ..instructions import QUAD, WgmmaShape, pack, rows_of, transposed
 from .config import WARPGROUP_ROWS, ForwardConfig
@@ -59,6 +60,7 @@ class ForwardKernel(WarpgroupForward):
         self, config: ForwardConfig, problem_class: ProblemClass, parts: KernelParts
     ) -> None:
         super().__init__(config, problem_class, parts)
+        self.loads_gate = problem_class.out_gate == GATE_OF_ELEMENTS
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
@@ -71,7 +73,11 @@ class ForwardKernel(WarpgroupForward):
             self.loaded_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
-        return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
+        gate = None
+        if self.loads_gate:
+            view = by_sequence(self._out_gate(optional))
+            gate = self.loaded_tensor("q", view, boxes[0])
+        return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional, gate=gate)
 
     def kv_copy(self) -> tuple[Any, int, int]:
         """Return (operation, rows, columns) of a box of K or V."""
@@ -142,6 +148,9 @@ class ForwardKernel(WarpgroupForward):
                     position = following
                 v_free = self._load_kv(tile_context, "v", work, position, v_free)
                 q_free.advance()
+            if cutlass.const_expr(self.loads_gate and not self.gathers):
+                self._load_rows(tile_context, tile_context.tensors.gate, work, q_free)
+                q_free.advance()
             work = scheduler.advance_to_next_work()
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
         context.barriers["k_free"].wait_for_all(k_free)
@@ -158,6 +167,9 @@ class ForwardKernel(WarpgroupForward):
             visibility = tile_context.visibility(work, self.config.block_kv)
             if visibility.num_tiles(work.block * self.tile_queries, self.tile_queries) > 0:
                 self._load_q(tile_context, work, q_free)
+                q_free.advance()
+            if cutlass.const_expr(self.loads_gate):
+                self._load_rows(tile_context, tile_context.tensors.gate, work, q_free)
                 q_free.advance()
             work = scheduler.advance_to_next_work()
 
@@ -211,7 +223,11 @@ class ForwardKernel(WarpgroupForward):
             tile = self._listed_tile if self.lists_steps else self._range_tile
             running, q_loaded = tile(context, fragments, running, work, q_loaded)
             first_row = self.first_row(context, work, warpgroup)
-            self._finish(context, fragments, running.softmax, work, first_row)
+            gate = None
+            if cutlass.const_expr(self.loads_gate):
+                gate = self._take_gate(context, q_loaded)
+                q_loaded.advance()
+            self._finish(context, fragments, running.softmax, work, first_row, gate)
             work = scheduler.advance_to_next_work()
 
     def _fragments(self, context: HopperForwardContext, warpgroup: Int32) -> Fragments:

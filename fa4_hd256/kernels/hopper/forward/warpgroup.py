@@ -8,6 +8,11 @@ moves arithmetic across such a wait: half of the exponentials would come after P
 hide them.  It does not move them across the loop of an mbarrier wait: that for the next V, which is
 there by then, stands between the two.
 
+NOTE [gate behind Q].  A gate of the result has the shape of Q.  Its rows come into the buffer of Q
+when a tile's last QK is done, and arrive during the last softmax and PV; the load warp has them
+prefetched into L2 at the tile's begin.  The next Q follows as soon as they are in registers, and
+arrives while O is gated and stored.
+
 O leaves from registers (`fragments` NOTE [results leave from registers]), so that Q of the next
 tile arrives while the last P of this one is made.
 """
@@ -19,21 +24,23 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ...context import KernelParts, shared_fields
 from ...forward.context import ForwardKernelTensors
+from ...limits import HEAD_DIM
 from ...mask.masking import TileRange, Visibility
-from ...operands import SharedMemory, load_tile
+from ...operands import SharedMemory, load_tile, prefetch_tile
 from ...plan.edges import RingState
 from ...problem_class import CallScalars, ProblemClass, query_rows
 from ...ranges import traced
 from ...rows.output_gate import multiply_by_gate
 from ..forward_common import HopperForward
-from ..fragments import rescale
+from ..fragments import fragment_words, rescale
+from ..gate_words import multiply_by_words
 from ..instructions import QUAD, WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of, wait
 from .config import WARPGROUP_ROWS
 from .context import (
@@ -71,10 +78,11 @@ class WarpgroupForward(HopperForward):
 
     A kernel adds its operands, `qk` and `pv`, `_exponentiate`, and `run_other_role(context, warp)`,
     the role of a warp that does not multiply.  v_loaded, v_free: edges of V as it is multiplied.
-    pack: rounds P to the fragment that is multiplied.
+    loads_gate: NOTE [gate behind Q].  pack: rounds P to the fragment that is multiplied.
     """
 
     v_loaded, v_free = "v_loaded", "v_free"
+    loads_gate = False
     pack: Callable[[cute.Tensor, cute.Tensor], None]
     result_row: ResultRow
     qk: WgmmaShape
@@ -163,19 +171,54 @@ class WarpgroupForward(HopperForward):
 
     def _load_q(self, context: HopperForwardContext, work: WorkTile, q_free: RingState) -> None:
         """The rows of each warpgroup, once its last MMA with those before is done."""
+        tensors = context.tensors
+        if cutlass.const_expr(self.loads_gate):
+            # The buffer waits for a gate to leave it: what then comes is near.
+            self._prefetch_rows(context, tensors.q, work)
+        self._load_rows(context, tensors.q, work, q_free)
+        if cutlass.const_expr(self.loads_gate):
+            self._prefetch_rows(context, tensors.gate, work)
+
+    def _load_rows(
+        self, context: HopperForwardContext, source: Any, work: WorkTile, q_free: RingState
+    ) -> None:
+        """Rows of each warpgroup into its buffer, as soon as that is free."""
         loaded = context.barriers["q_loaded"]
         for warpgroup in range(self.config.warpgroups):
             buffer = RingState(1, Int32(warpgroup), q_free.phase)
             context.barriers["q_free"].wait(buffer)
             loaded.expect_bytes(buffer)
             load_tile(
-                context.tensors.q,
+                source,
                 context.smem["q"],
-                (context.query(work), self.first_row(context, work, warpgroup), 0, work.head),
+                self._rows_of(context, work, warpgroup),
                 loaded.pointer(buffer),
                 warpgroup,
                 self.query_rows,
             )
+
+    def _prefetch_rows(self, context: HopperForwardContext, source: Any, work: WorkTile) -> None:
+        """Prefetch into L2 what `_load_rows` is to load."""
+        for warpgroup in range(self.config.warpgroups):
+            place = self._rows_of(context, work, warpgroup)
+            prefetch_tile(source, context.smem["q"], place, self.query_rows)
+
+    def _rows_of(
+        self, context: HopperForwardContext, work: WorkTile, warpgroup: int
+    ) -> tuple[Any, ...]:
+        """Return where the rows of a warpgroup lie in Q (`tma_tile`)."""
+        return context.query(work), self.first_row(context, work, warpgroup), 0, work.head
+
+    def _take_gate(
+        self, context: HopperForwardContext, loaded: RingState
+    ) -> tuple[list[Uint32], ...]:
+        """The gate of both rows of a thread: words of two elements each, in the order of O.  Then
+        its buffer is free for the next Q.  loaded: state of the buffer."""
+        context.barriers["q_loaded"].wait(loaded)
+        tile = context.smem["q"][None, None, loaded.index]
+        words = tuple(fragment_words(tile, number) for number in range(ROWS))
+        context.barriers["q_free"].arrive(loaded)
+        return words
 
     # ------------------------------------------------------------------------------------ tiles
 
@@ -399,8 +442,10 @@ class WarpgroupForward(HopperForward):
         softmax: RowSoftmax,
         work: WorkTile,
         first_row: Int32,
+        gate: Any = None,
     ):
-        """O / sum and LSE of both rows of a thread to global memory."""
+        """O / sum and LSE of both rows of a thread to global memory.  gate: of `_take_gate`; None
+        where it is read from global memory, or there is none."""
         query_rows, v_scale = context.query(work), context.value_descale(work)
         # Once: with KV splits it is a division, which the branches below would repeat.
         batch = context.result_batch(work)
@@ -422,7 +467,9 @@ class WarpgroupForward(HopperForward):
             is_row = row < query_rows.length
             if cutlass.const_expr(of_query > packed):
                 is_row = is_row & (in_part % of_query < packed)
-            if cutlass.const_expr(context.out_gate is not None):
+            if cutlass.const_expr(gate is not None):
+                multiply_by_words(values, gate[number], range(HEAD_DIM // QUAD), self.dtype)
+            elif cutlass.const_expr(context.out_gate is not None):
                 if is_row:
                     multiply_by_gate(
                         values, context.gate_row(work, row, head), self.result_row.columns()

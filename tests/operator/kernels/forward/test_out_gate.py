@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,3 +173,28 @@ def test_a_gate_that_is_none_is_refused_under_a_block_mask(device):
             row, row, row, cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=5, out_gate=0.5,
             block_mask=masks.prefix_lm(2, 9, 9, device=device),
         )  # fmt: skip
+
+
+EXTREMES = (math.nan, math.inf, -math.inf, -19.0, -20.0, -21.0, -60.0, -200.0, 200.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["causal", "split", "few queries"])
+@pytest.mark.sampled("causal")
+def test_extreme_gates_leave_their_neighbours_alone(name, device):
+    """Each element is that of its own gate, NaN where that is, and no other one."""
+    case = CASES[name]
+    inputs, gate = tensors(case, device)
+    plain, _ = flash_attn_func(*inputs, return_lse=True, **case.options)
+    # Of each row other columns, and rows without any.
+    for row in range(0, gate.shape[1], 3):
+        for number, value in enumerate(EXTREMES):
+            gate[:, row, :, (17 * row + 23 * number) % 256] = value
+    out, _ = flash_attn_func(*inputs, out_gate=gate, return_lse=True, **case.options)
+    expected = plain.double() * torch.sigmoid(gate.double())
+    assert torch.equal(out.isnan(), gate.isnan())
+    # Both are rounded once, by half an ulp; results below float32's range are 0.
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2**-7, atol=1e-6 * 2**-8, equal_nan=True
+    )
+    tiny = (gate < -50) & ~gate.isnan()
+    assert (out[tiny].abs() <= 1.01 * expected[tiny].abs().to(out.dtype) + 1e-37).all()
