@@ -61,6 +61,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Ten
             )
         packed = f"cu_seqlens_{'q' if rows_of is q else 'k'}" in given
         check_shape(name, tuple(scale.shape), rows_of, packed)
+        check_order(name, scale, packed)
 
 
 def refuse_new_rows(descale: str) -> None:
@@ -93,6 +94,18 @@ def check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed:
     raise ValueError(
         f"{name} has shape {shape}; accepted: {accepted}{also}, in atoms (docs/serving.md)"
     )
+
+
+def check_order(name: str, scale: torch.Tensor, packed: bool) -> None:
+    """Raise ValueError for a part of dense scales of rows, by batch or heads.
+
+    Halves of the columns are outermost in memory (`quantize.mxfp8`, NOTE [atoms]).
+    """
+    if name in OF_ROWS and not packed and not scale.is_contiguous():
+        raise ValueError(
+            f"{name} has strides {scale.stride()}; accepted: a contiguous tensor, whose memory is "
+            "in the order of atoms: quantize the sequences and heads of the call"
+        )
 
 
 def check_packed(given: Mapping[str, torch.Tensor], sides: Mapping[str, str] = _SIDES) -> None:

@@ -53,12 +53,21 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
         batched, Options.of_operator(values, (None, None)),
         (values.max_seqlen_q, values.max_seqlen_k),
     )  # fmt: skip
+    builder = PlanBuilder.for_tensors(device, Mxfp8BackwardTensors._fields, tensors)
+    has_batch = dict.fromkeys("qkv", tensors.q.ndim == batched.q.ndim)
+    if not problem.ds_bytes:
+        # No query sees a key.
+        shapes = problem.forward.q_shape, problem.k_shape, problem.k_shape
+        dtype = problem.forward.dtype
+        zeros = [
+            builder.result(name, shape, dtype, 0.0, has_batch[name[1]])
+            for name, shape in zip(("dq", "dk", "dv"), shapes, strict=True)
+        ]
+        return builder.plan(*zeros)
     division = divide(problem, config.ds_bytes, gpu)
     check_division(division)
-    builder = PlanBuilder.for_tensors(device, Mxfp8BackwardTensors._fields, tensors)
     named = batched._asdict().items()
     views = {name: View.of(name, tensor) for name, tensor in named if tensor is not None}
-    has_batch = dict.fromkeys("qkv", tensors.q.ndim == batched.q.ndim)
     made = add_division(builder, division, has_batch, views, (config, gpu))
     return builder.plan(*results_of(builder, WANTED, made, views)[:3])
 

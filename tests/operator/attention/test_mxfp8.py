@@ -245,6 +245,19 @@ def test_new_rows_of_caches_are_refused(architecture):
 
 
 @pytest.mark.simulator
+def test_some_heads_of_scales_of_v_are_refused(architecture):
+    """Halves of the columns are outermost in memory: those of some heads are not its begin."""
+    if not takes_blocks(architecture):
+        pytest.skip(f"{architecture} has no kernel for mxfp8")
+    given = quantize_mxfp8(*(torch.randn(2, 9, 2, 256) for _ in "qkv"))
+    some = Mxfp8(*(t[:, :, :1] for t in given[:3]), *(t[:, :1] for t in given[3:]))
+    with pytest.raises(
+        ValueError, match=r"v_descale has strides .*; accepted: a contiguous tensor"
+    ):
+        flash_attn_func(**some._asdict())
+
+
+@pytest.mark.simulator
 def test_scheduler_metadata_are_refused(architecture):
     """Metadata are made for tiles that query heads share."""
     if not takes_blocks(architecture):

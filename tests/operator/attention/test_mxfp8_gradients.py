@@ -180,6 +180,19 @@ def test_sides_without_rows(lengths):
     assert not any(t.any() for t in found)
 
 
+@pytest.mark.simulator
+@pytest.mark.parametrize("is_packed", [False, True], ids=("dense", "packed"))
+def test_no_query_sees_a_key(is_packed):
+    """The window lies behind all keys of all queries."""
+    begins = (offsets([1]), offsets([3])) if is_packed else (None, None)
+    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 3} if is_packed else {}
+    tensors = inputs((1, 3), (2, 1), None if is_packed else 1)
+    out, _, _, found = run(tensors, begins, window_size=(100, -3), **bounds)
+    assert not out.any()
+    assert [t.shape for t in found] == [t.shape for t in tensors]
+    assert not any(t.any() for t in found)
+
+
 # ---------------------------------------------------------------- in the simulator
 
 
