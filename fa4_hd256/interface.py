@@ -27,12 +27,7 @@ from .call.operator_arguments import OTHERS, ForwardTensors
 from .call.options import BY_RULE, NO_WINDOW
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
-from .call.process import (
-    constant_in_graphs,
-    is_intercepted,
-    is_transformed,
-    refuse_tangents,
-)
+from .call.process import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of

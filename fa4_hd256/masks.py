@@ -25,15 +25,7 @@ from .call.functions.state import FunctionState, TensorStates
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.options import plain
 from .call.process import is_lasting
-from .call.tile_mask import (
-    ABSENT,
-    EMPTY,
-    PARTIAL,
-    WHOLE,
-    Evaluate,
-    TileMask,
-    count_mask_tiles,
-)
+from .call.tile_mask import ABSENT, EMPTY, PARTIAL, WHOLE, Evaluate, TileMask, count_mask_tiles
 from .call.tree_mask import tree_words
 from .gpus.devices import is_captured
 from .kernels.mask.block_mask import FULL, MASK_TILE

@@ -11,12 +11,7 @@ from .call.cache_checks import check_int32, check_lengths, check_whole, of_batch
 from .call.checks import DTYPES
 from .call.forward_problem import Problem
 from .call.options import Options
-from .call.packed_ds import (
-    BackwardMetadata,
-    begins_of,
-    lengths_between,
-    read_offsets,
-)
+from .call.packed_ds import BackwardMetadata, begins_of, lengths_between, read_offsets
 from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
 from .gpus.devices import gpu_of, is_captured

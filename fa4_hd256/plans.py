@@ -108,13 +108,7 @@ def key_of(
         if not address and tensor.numel():
             return None
         addresses.append(address)
-        key += (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-            address % ALIGNMENT,
-        )
+        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT)
     return tuple(key), addresses
 
 
@@ -403,11 +397,7 @@ def run(
 
 
 def _run(
-    kind: Kind,
-    execution: Execution,
-    tensors: Tensors,
-    addresses: Sequence[int],
-    only_first: bool,
+    kind: Kind, execution: Execution, tensors: Tensors, addresses: Sequence[int], only_first: bool
 ) -> tuple[Any, ...]:
     ran = execution
     while True:

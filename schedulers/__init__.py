@@ -8,12 +8,7 @@ from .choice import BACKWARD_PREFERS_CLC, clc_requested, prefers_clc, scheduler_
 from .clc import ClcScheduler
 from .coordinates import tile_coordinates
 from .counter import CounterScheduler
-from .order import (
-    PackedBlocks,
-    TileOrder,
-    TileProblem,
-    section_heads_for,
-)
+from .order import PackedBlocks, TileOrder, TileProblem, section_heads_for
 from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile, of_clusters
 from .static import StaticPersistentScheduler
 

@@ -47,9 +47,7 @@ def grid_rows(rows: int, sequences: int, longest: int, block: int) -> int:
 
 
 def clc_requested(
-    use_clc: bool | None = None,
-    default: bool = False,
-    environment: Mapping[str, str] | None = None,
+    use_clc: bool | None = None, default: bool = False, environment: Mapping[str, str] | None = None
 ) -> bool:
     """Return True if a call gets the dynamic scheduler: cluster launch control on Blackwell, a
     counter in memory on Hopper.

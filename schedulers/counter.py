@@ -36,13 +36,7 @@ from cutlass import Boolean, Int32, Int64, pipeline
 from .coordinates import make_work_tile
 from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileOrder, TileProblem
-from .protocol import (
-    COUNTER_SMEM_BYTES,
-    NUM_STAGES,
-    WorkTile,
-    cluster_index,
-    of_clusters,
-)
+from .protocol import COUNTER_SMEM_BYTES, NUM_STAGES, WorkTile, cluster_index, of_clusters
 from .static import StaticPersistentScheduler
 
 #: Stands in the ring for the end of the tiles.
@@ -84,9 +78,7 @@ def _fetch(
     if lane == 0:
         _, clusters = cluster_index(cluster_size)
         count = cute.arch.inline_ptx(
-            _COUNT,
-            write_only_types=[Int32],
-            read_only_args=[channel.counter, order.num_tiles - 1],
+            _COUNT, write_only_types=[Int32], read_only_args=[channel.counter, order.num_tiles - 1]
         )
         # Compared first: the sum could pass 2**31.
         number = Int32(NO_TILE)

@@ -7,10 +7,4 @@ and `online`; they import the DSL, so they are not imported here.
 
 from .pattern import COEFFICIENTS, FRAGMENT_COLUMNS, HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
-__all__ = [
-    "COEFFICIENTS",
-    "FRAGMENT_COLUMNS",
-    "HARDWARE_ONLY",
-    "POLYNOMIAL_ONLY",
-    "Ex2Pattern",
-]
+__all__ = ["COEFFICIENTS", "FRAGMENT_COLUMNS", "HARDWARE_ONLY", "POLYNOMIAL_ONLY", "Ex2Pattern"]

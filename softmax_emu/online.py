@@ -351,10 +351,7 @@ _Pair = tuple[Float32, Float32]
 def _pairwise(packed: bool) -> tuple[Callable[[_Pair, _Pair], _Pair], ...]:
     if packed:
         return cute.arch.mul_packed_f32x2, cute.arch.add_packed_f32x2
-    return (
-        lambda a, b: (a[0] * b[0], a[1] * b[1]),
-        lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    )
+    return (lambda a, b: (a[0] * b[0], a[1] * b[1]), lambda a, b: (a[0] + b[0], a[1] + b[1]))
 
 
 def _fused(a: _Pair, b: _Pair, c: _Pair, packed: bool) -> _Pair:

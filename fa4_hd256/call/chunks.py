@@ -16,12 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..gpus.devices import Gpu
-from ..kernels.backward.ds_tiles import (
-    BLOCK_TILES,
-    DS_BLOCK,
-    count_blocks,
-    count_tiles,
-)
+from ..kernels.backward.ds_tiles import BLOCK_TILES, DS_BLOCK, count_blocks, count_tiles
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.rows.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem

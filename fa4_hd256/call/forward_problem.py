@@ -488,9 +488,7 @@ def tuned_tiles(
     return configured
 
 
-def operands_of(
-    tensors: ForwardTensors,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands_of(tensors: ForwardTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as kernels read them. Of k and v one head where all of theirs are one
     expanded head, but not with scales, which each head has of its own."""
     if any(getattr(tensors, name) is not None for name in (*DESCALES, *BLOCK_SCALES)):

@@ -81,9 +81,7 @@ class AttentionOptions:
 
 
 def visible(
-    lengths: tuple[int, int],
-    window: tuple[int | None, int | None],
-    rows: range | None = None,
+    lengths: tuple[int, int], window: tuple[int | None, int | None], rows: range | None = None
 ) -> torch.Tensor:
     """Return the mask of some queries, bool (len(rows), seqlen_k): True where a query sees a key.
 

@@ -32,10 +32,7 @@ def say_once(adapter: str, to: str, *tensors: torch.Tensor) -> None:
 
 
 def attend(
-    tensors: Sequence[torch.Tensor],
-    scale: float | None,
-    window: Window,
-    offsets: tuple[Any, Any],
+    tensors: Sequence[torch.Tensor], scale: float | None, window: Window, offsets: tuple[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) as flash attention lays them out.
 
@@ -52,10 +49,7 @@ def attend(
 
 
 def attend_alone(
-    tensors: Sequence[torch.Tensor],
-    scale: float | None,
-    window: Window,
-    offsets: tuple[Any, Any],
+    tensors: Sequence[torch.Tensor], scale: float | None, window: Window, offsets: tuple[Any, Any]
 ) -> torch.Tensor:
     """Return out, which PyTorch's autograd differentiates. Arguments are those of `attend`."""
     outs = [_result(*of_one, scale, window) for of_one in _sequences(tensors, offsets)]

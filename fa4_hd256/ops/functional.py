@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from ..call.forward_problem import check_differentiable
-from ..call.operator_arguments import (
-    BackwardTensors,
-    BackwardValues,
-    ForwardTensors,
-    ForwardValues,
-)
+from ..call.operator_arguments import BackwardTensors, BackwardValues, ForwardTensors, ForwardValues
 from ..private_torch import TransformType, transforms
 from .autograd import DIFFERENTIABLE, gradients_of, refuse_second_order, save
 from .autograd import backward as backward_operator

@@ -248,10 +248,7 @@ def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
 
 
 def gradient_compile_arguments(
-    problem_class: GradientClass,
-    results: tuple[str, ...],
-    has_ds: bool,
-    scalars: Sequence[str],
+    problem_class: GradientClass, results: tuple[str, ...], has_ds: bool, scalars: Sequence[str]
 ) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
     "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. scalars: names."""

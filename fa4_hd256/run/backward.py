@@ -317,12 +317,7 @@ def add_gradients(
     ragged = tuple(views[name] for name in whole.forward.ragged)
     of_functions = tuple(builder.dense(views[name]) for name in whole.forward.function_tensors)
     given = GradientTensors(
-        tuple(operands.values()),
-        made[STATS],
-        (),
-        ragged,
-        made.get(DS),
-        of_functions,
+        tuple(operands.values()), made[STATS], (), ragged, made.get(DS), of_functions
     )
     scratch = _scratch(builder, division)
     for number, chunk in enumerate(division.chunks):

@@ -10,13 +10,7 @@ from .. import environment
 from ..call import named_configs
 from ..call.chunks import BackwardDivision, divide
 from ..call.memory import View
-from ..call.mxfp8_gradients import (
-    CODES,
-    SCALES,
-    Mxfp8BackwardTensors,
-    check_division,
-    described,
-)
+from ..call.mxfp8_gradients import CODES, SCALES, Mxfp8BackwardTensors, check_division, described
 from ..call.operator_arguments import ForwardValues
 from ..call.options import Options
 from ..gpus.devices import Gpu, gpu_of

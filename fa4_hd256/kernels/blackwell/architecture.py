@@ -10,13 +10,7 @@ from ...architectures import named
 from ...softmax_emu.pattern import Ex2Pattern
 from ..backward.ds_tiles import DS_BLOCK, DS_TILE
 from ..forward.tiles import ForwardTiles
-from ..kernel_set import (
-    MXFP8,
-    BackwardKernel,
-    BackwardSet,
-    KernelSet,
-    KeyKernel,
-)
+from ..kernel_set import MXFP8, BackwardKernel, BackwardSet, KernelSet, KeyKernel
 from ..rows.sequences import PADDING
 from . import tuning
 from .decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4, DecodeConfig

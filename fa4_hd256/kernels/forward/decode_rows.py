@@ -46,9 +46,7 @@ def synchronise(threads: int, barrier: Any = BARRIER) -> None:
 
 
 def combine_warps(
-    read: Callable[[int], cute.Tensor],
-    warps: int,
-    operation: Callable[[Float32, Float32], Float32],
+    read: Callable[[int], cute.Tensor], warps: int, operation: Callable[[Float32, Float32], Float32]
 ) -> cute.Tensor:
     """Return a thread's rows of what the warps have shared, combined in the order of warps.
 

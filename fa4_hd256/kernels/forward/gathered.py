@@ -201,11 +201,7 @@ def _load_run(
         for block in cutlass.range_constexpr(blocks):
             to = cute.local_tile(smem, (TMA_ROWS, BLOCK_COLUMNS, stages), (row, block, 0))
             to_smem, coordinates, of_rows = cpasync.tma_partition(
-                source.atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(to, 0, 2),
-                [boxes, wanted],
+                source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), [boxes, wanted]
             )
             column = column_block * blocks + block
             cute.copy(

@@ -171,11 +171,7 @@ def load_pages(
 
 @cute.jit
 def _load_padded_box(
-    source: TmaTensor,
-    smem: cute.Tensor,
-    place: BoxPlace,
-    target: LoadTarget,
-    multicast: Any,
+    source: TmaTensor, smem: cute.Tensor, place: BoxPlace, target: LoadTarget, multicast: Any
 ) -> None:
     """Load a box that may begin before the first key, NOTE [left padding]."""
     if place[0] < 0:
@@ -185,11 +181,7 @@ def _load_padded_box(
 
 
 def _load_box(
-    source: TmaTensor,
-    smem: cute.Tensor,
-    place: BoxPlace,
-    target: LoadTarget,
-    multicast: Any,
+    source: TmaTensor, smem: cute.Tensor, place: BoxPlace, target: LoadTarget, multicast: Any
 ) -> None:
     """Load a box into all rows of `smem`."""
     shape = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])

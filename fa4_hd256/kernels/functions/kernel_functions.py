@@ -268,11 +268,7 @@ class KernelFunctions(SharedByReference):
         return self.change.by_place or self.mask_function.exists
 
     def score_places(
-        self,
-        context: KernelContext,
-        work: Any,
-        locate: Locate,
-        keys_exist: bool = False,
+        self, context: KernelContext, work: Any, locate: Locate, keys_exist: bool = False
     ) -> ScorePlaces | None:
         """Return the `ScorePlaces` of a tile's scores, for what changes them; None where nothing
         that does depends on these."""
@@ -284,12 +280,7 @@ class KernelFunctions(SharedByReference):
         return self._places_for(context, work, locate, False, 1)
 
     def _places_for(
-        self,
-        context: KernelContext,
-        work: Any,
-        locate: Locate,
-        keys_exist: bool,
-        kind: int,
+        self, context: KernelContext, work: Any, locate: Locate, keys_exist: bool, kind: int
     ) -> ScorePlaces:
         batch = context.batch(work)
         first_page = context.first_page(batch)

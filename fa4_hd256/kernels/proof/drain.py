@@ -133,10 +133,7 @@ class Stage:
 
 
 def check_phases(
-    name: str,
-    stage: Stage,
-    precedes: Callable[[int, int], bool],
-    said: Callable[[int], str],
+    name: str, stage: Stage, precedes: Callable[[int, int], bool], said: Callable[[int], str]
 ) -> None:
     """Raise ValueError for a barrier whose phases its arrivers or its waiters may mistake.
 

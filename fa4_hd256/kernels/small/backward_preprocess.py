@@ -37,13 +37,7 @@ from ..plan.edges import SharedByReference
 from ..problem_class import GATE_OF_HEADS, CallScalars
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, row_of_gate, sigmoid
-from ..rows.sequences import (
-    PADDING,
-    Sequence,
-    Sequences,
-    SequenceTensors,
-    by_sequence,
-)
+from ..rows.sequences import PADDING, Sequence, Sequences, SequenceTensors, by_sequence
 
 LOG2_E = math.log2(math.e)
 

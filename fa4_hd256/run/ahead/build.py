@@ -47,9 +47,7 @@ class Build:
 
 
 def build(
-    specs: Mapping[str, Sequence[KernelSpec]],
-    directory: str | os.PathLike,
-    jobs: int = 1,
+    specs: Mapping[str, Sequence[KernelSpec]], directory: str | os.PathLike, jobs: int = 1
 ) -> Build:
     """Put kernels into a prebuilt directory, which is made if it is not there.
 

@@ -22,14 +22,7 @@ from ...plan.budgets import (
     check_fields,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from ..pair_plan import (
-    BLOCK_KV,
-    BLOCK_Q,
-    CTAS,
-    TILE_Q,
-    check_ring,
-    common_regions,
-)
+from ..pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q, check_ring, common_regions
 
 TILE_BYTES = 128 * 128 * ELEMENT_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
 PIECE_BYTES = 64 * 128 * ELEMENT_BYTES  # of a ring of half as large pieces

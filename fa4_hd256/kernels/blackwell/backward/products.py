@@ -85,10 +85,7 @@ class ProductsKernel(BlackwellBackward):
     `GemmTiles`."""
 
     tiles: SumTiles
-    boxes = {
-        "q": (0, DS_TILE, HEAD_DIM // 2),
-        "k": (1, DS_TILE, HEAD_DIM // 2),
-    }
+    boxes = {"q": (0, DS_TILE, HEAD_DIM // 2), "k": (1, DS_TILE, HEAD_DIM // 2)}
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
@@ -166,11 +163,7 @@ class ProductsKernel(BlackwellBackward):
 
     @cute.jit
     def _load_rows(
-        self,
-        context: BlackwellBackwardContext,
-        work: WorkTile,
-        position: Walk,
-        target: LoadTarget,
+        self, context: BlackwellBackwardContext, work: WorkTile, position: Walk, target: LoadTarget
     ):
         """Load this CTA's half of the columns of 128 rows of Q or K."""
         smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
@@ -270,7 +263,6 @@ def _tma_view(ds: cute.Tensor) -> cute.Tensor:
     """dS, see `backward.ds_tiles`, as (rows, columns, tiles of a query head, heads) of `BOX`."""
     (rows, columns), (heads, units, of_unit, _) = BOX, ds.shape
     layout = cute.make_layout(
-        (rows, columns, units * of_unit, heads),
-        stride=(columns, 1, DS_TILE_ELEMENTS, ds.stride[0]),
+        (rows, columns, units * of_unit, heads), stride=(columns, 1, DS_TILE_ELEMENTS, ds.stride[0])
     )
     return cute.make_tensor(ds.iterator, layout)

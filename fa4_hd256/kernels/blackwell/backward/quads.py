@@ -17,14 +17,7 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR
 from ...backward.common import Step, heads_of_part
-from ...backward.ds_tiles import (
-    DS_TILE,
-    RUN,
-    RUN_STRIDE,
-    tile_of,
-    tiles_of_head,
-    within_head,
-)
+from ...backward.ds_tiles import DS_TILE, RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
 from ...functions.kernel_functions import MaskFunction, ScorePlaces
 from ...limits import WARP_SIZE
 from ...mask.masking import Visibility, hide_unseen

@@ -17,10 +17,7 @@ from ...plan.edges import SharedByReference
 from ...plan.ring_states import RingStates
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
-from ..instructions import (
-    fence_after_thread_sync,
-    fence_before_thread_sync,
-)
+from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BlackwellBackwardContext, store_row, warpgroup, zeros

@@ -30,13 +30,7 @@ from ...operands import ATOM_ROWS, SharedMemory
 from ...plan.ring_states import RingStates
 from ...problem_class import ProblemClass
 from ...rows.sequences import columns_of
-from ..instructions import (
-    E4M3_SLICE,
-    Mma,
-    MmaShape,
-    k_major_operand,
-    mn_major_operand,
-)
+from ..instructions import E4M3_SLICE, Mma, MmaShape, k_major_operand, mn_major_operand
 from ..tmem import tmem_load
 from . import scaled
 from .config import BLOCK_KV, HALF, HALVES, DecodeConfig

@@ -68,12 +68,7 @@ from ..instructions import (
 from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
-from .context import (
-    BlackwellDecodeContext,
-    DecodeLoadRings,
-    DecodeMmaRings,
-    DecodeSoftmaxRings,
-)
+from .context import BlackwellDecodeContext, DecodeLoadRings, DecodeMmaRings, DecodeSoftmaxRings
 from .rows import GroupRows
 
 # P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key: those of neighbouring keys first.
@@ -196,8 +191,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         config = self.config
         rows, groups = config.rows, config.rows // GROUP
         core_matrices = cute.make_layout(
-            ((GROUP, groups), BLOCK_KV, 1),
-            stride=((1, GROUP * BLOCK_KV), GROUP, rows * BLOCK_KV),
+            ((GROUP, groups), BLOCK_KV, 1), stride=((1, GROUP * BLOCK_KV), GROUP, rows * BLOCK_KV)
         )
         warps = self.softmax_warps
         shapes = {"maxima": (rows, warps), "sums": (rows, warps), "inverses": (rows, 1)}
@@ -587,9 +581,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         for first in cutlass.range_constexpr(0, self.group.count, rows):
             of_group = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
             maxima = combine_warps(
-                functools.partial(self._read, of_group),
-                self.softmax_warps,
-                cute.arch.fmax,
+                functools.partial(self._read, of_group), self.softmax_warps, cute.arch.fmax
             )
             factors = cute.make_rmem_tensor(rows, Float32)
             softmax.raise_maxima(maxima, factors, first)

@@ -46,12 +46,7 @@ from . import scaled
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
 from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
 from .kernel import DecodeKernel, KvTile, p_layout
-from .nvfp4_operands import (
-    HALF_COLUMNS,
-    store_keys,
-    store_values,
-    value_column,
-)
+from .nvfp4_operands import HALF_COLUMNS, store_keys, store_values, value_column
 
 
 class DecodeNvfp4Kernel(DecodeKernel):

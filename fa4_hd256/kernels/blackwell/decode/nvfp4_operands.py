@@ -20,13 +20,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ...forward.nvfp4_words import (
-    ROW_WORDS,
-    SCALE_WORDS,
-    load_words,
-    scale_pair,
-    select_bytes,
-)
+from ...forward.nvfp4_words import ROW_WORDS, SCALE_WORDS, load_words, scale_pair, select_bytes
 from ...limits import WARP_SIZE
 from ..tmem import LANES, tmem_store
 from ..tmem_quads import tmem_store_quads

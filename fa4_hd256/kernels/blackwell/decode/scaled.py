@@ -23,11 +23,7 @@ from ...plan.edges import RingState
 from ...plan.ring_states import RingStates
 from ...ranges import traced
 from ..tmem import multiply, multiply_rows
-from .context import (
-    BlackwellDecodeContext,
-    BlackwellE4m3DecodeContext,
-    DecodeLoadRings,
-)
+from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
 from .kernel import DecodeKernel, KvTile
 
 

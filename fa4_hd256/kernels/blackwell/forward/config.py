@@ -18,14 +18,7 @@ from ...plan.budgets import (
     check_fields,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from ..pair_plan import (
-    BLOCK_KV,
-    BLOCK_Q,
-    CTAS,
-    TILE_Q,
-    check_ring,
-    common_regions,
-)
+from ..pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q, check_ring, common_regions
 
 # Bytes of a row of an operand that one slice of an MMA multiplies (`instructions.mma_chain`).
 SLICE_BYTES = 32

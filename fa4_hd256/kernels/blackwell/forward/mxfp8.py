@@ -75,12 +75,7 @@ class ReadScores(GroupScores):
     """Maker of scores that hands over the columns of S once it is in registers."""
 
     def load(
-        self,
-        context: BlackwellForwardContext,
-        address: Int32,
-        row: ScoreRow,
-        key: Int32,
-        mask: Any,
+        self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
     ) -> Any:
         """Return the row's scores, and say that scales may lie over S."""
         scores = GroupScores.load(self, context, address, row, key, mask)

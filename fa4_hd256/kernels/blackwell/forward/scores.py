@@ -103,12 +103,7 @@ class StepScores:
 
     @cute.jit
     def load(
-        self,
-        context: BlackwellForwardContext,
-        address: Int32,
-        row: ScoreRow,
-        key: Int32,
-        mask: Any,
+        self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
     ):
         """Return the row's scores, -inf where it does not see the key.
 

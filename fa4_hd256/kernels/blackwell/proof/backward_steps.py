@@ -239,11 +239,7 @@ _DV_LOADED = *_OPERANDS, loaded("stats", "lse", "delta")
 _DV_LAST_ACTS = (
     act(read("stats", "delta"), arrive("stats_free")),
     _ahead(
-        wait("s_done"),
-        read("s", "S"),
-        arrive("s_free"),
-        wait("stats_loaded"),
-        read("stats", "LSE"),
+        wait("s_done"), read("s", "S"), arrive("s_free"), wait("stats_loaded"), read("stats", "LSE")
     ),
 )
 

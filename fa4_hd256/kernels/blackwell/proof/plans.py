@@ -6,14 +6,7 @@ from typing import Any
 
 from ...proof.plans import PlanSteps
 from ...proof.steps import StepTable
-from ..backward.config import (
-    BackwardConfig,
-    DkdvPlan,
-    DqPlan,
-    DvPlan,
-    GradientConfig,
-    ProductsPlan,
-)
+from ..backward.config import BackwardConfig, DkdvPlan, DqPlan, DvPlan, GradientConfig, ProductsPlan
 from ..backward.mxfp8.config import DvMxfp8Plan, Mxfp8BackwardConfig, ProductsMxfp8Plan
 from ..decode.config import DecodeConfig
 from ..forward.config import ForwardConfig

@@ -40,14 +40,7 @@ from ....schedulers.protocol import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward.common import BackwardContext, Step, heads_of_part
-from ...backward.ds_tiles import (
-    DS_TILE,
-    RUN,
-    RUN_STRIDE,
-    tile_of,
-    tiles_of_head,
-    within_head,
-)
+from ...backward.ds_tiles import DS_TILE, RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility

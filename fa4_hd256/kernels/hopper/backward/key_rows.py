@@ -164,10 +164,7 @@ class KeyRows(KeyTiles):
         return by_lane[None, cute.arch.lane_idx() % QUAD, None]
 
     def stats_of(
-        self,
-        context: BackwardContext,
-        mask: KeyMask | ListedKeyMask,
-        stages: tuple[Int32, Int32],
+        self, context: BackwardContext, mask: KeyMask | ListedKeyMask, stages: tuple[Int32, Int32]
     ) -> tuple[StatOf | None, ...]:
         """Return -LSE and -delta by element of a fragment, None where the kernel has no use of it;
         both belong to columns.  stages: buffers of x and y."""

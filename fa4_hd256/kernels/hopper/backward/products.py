@@ -82,10 +82,7 @@ class ProductsKernel(HopperBackward):
     #: X is one of them.
     shared_boxes = ("q", "k")
 
-    boxes = {
-        "q": (0, PIECE_ROWS, HEAD_DIM // 2),
-        "k": (1, PIECE_ROWS, HEAD_DIM // 2),
-    }
+    boxes = {"q": (0, PIECE_ROWS, HEAD_DIM // 2), "k": (1, PIECE_ROWS, HEAD_DIM // 2)}
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts

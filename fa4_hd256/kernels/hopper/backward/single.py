@@ -291,11 +291,7 @@ class SingleKernel(HopperBackward):
         return states
 
     def _issue_sum(
-        self,
-        context: BackwardContext,
-        tile: SingleTile,
-        sums: cute.Tensor,
-        states: RingStates,
+        self, context: BackwardContext, tile: SingleTile, sums: cute.Tensor, states: RingStates
     ) -> RingStates:
         """Issue the oldest step's part of the sum."""
         if self.of_ds:

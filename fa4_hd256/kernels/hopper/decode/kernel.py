@@ -547,10 +547,7 @@ class DecodeE4m3Kernel(HopperForward):
         return [context.nodes(work, self._query_of(work, row)) for row in range(self.thread_rows)]
 
     def _mask(
-        self,
-        visibility: Visibility,
-        keys: tuple[cute.Tensor, ...],
-        step: DecodeStep,
+        self, visibility: Visibility, keys: tuple[cute.Tensor, ...], step: DecodeStep
     ) -> None:
         """The scores of rows that do not see a key, -inf."""
         nodes = step.nodes

@@ -169,7 +169,5 @@ def _scaled(word: Any, scale: Any) -> tuple[Any, ...]:
                 f"mul.rn.f16x2 {to}, value, {{$r1}};",
             ]
     return cute.arch.inline_ptx(
-        "\n".join(lines) + "}",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, scale],
+        "\n".join(lines) + "}", write_only_types=[Uint32] * 4, read_only_args=[word, scale]
     )

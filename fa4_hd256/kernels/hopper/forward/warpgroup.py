@@ -43,14 +43,7 @@ from ..fragments import fragment_words, rescale
 from ..gate_words import multiply_by_words
 from ..instructions import QUAD, WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of, wait
 from .config import WARPGROUP_ROWS
-from .context import (
-    Fragments,
-    HopperForwardContext,
-    RowSoftmax,
-    Running,
-    StepKeys,
-    WarpgroupTile,
-)
+from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
 
 ROWS = 2  # of a thread
 NO_NODES = (None,) * ROWS

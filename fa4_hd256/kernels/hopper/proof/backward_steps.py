@@ -37,10 +37,7 @@ def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...
     """loads: of the load warp.  acts: of a warpgroup."""
     return StepTable(
         rings,
-        roles=(
-            Role("load", loads, claims=CLAIM_STEPS),
-            Role("gradient", acts, parts=WARPGROUPS),
-        ),
+        roles=(Role("load", loads, claims=CLAIM_STEPS), Role("gradient", acts, parts=WARPGROUPS)),
         meets=True,
     )
 

@@ -38,11 +38,7 @@ def decode_steps(config: E4m3Config) -> StepTable:
         end=(wait_all("kv_free"),),
         claims=CLAIM_STEPS,
     )
-    queries = Role(
-        "queries",
-        (Act((fill("q", "Q"),), When.FIRST),),
-        end=(wait_all("q_free"),),
-    )
+    queries = Role("queries", (Act((fill("q", "Q"),), When.FIRST),), end=(wait_all("q_free"),))
     products, uses = _products_of_k(QK_PARTS, config.part_buffers)
     scores = (*_take("K", config.nvfp4), *products)
     parts = config.value_parts
@@ -57,10 +53,7 @@ def decode_steps(config: E4m3Config) -> StepTable:
     )
     consumers = Role(
         "consumers",
-        (
-            Act((*scores, *values)),
-            Act((arrive("q_free"),), When.LAST),
-        ),
+        (Act((*scores, *values)), Act((arrive("q_free"),), When.LAST)),
         enter=(wait("q_loaded"),),
     )
     regions = ("kv", "kv_scales") if config.nvfp4 else ()

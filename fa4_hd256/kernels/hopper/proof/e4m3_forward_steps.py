@@ -25,10 +25,7 @@ def e4m3_forward_steps(config: E4m3ForwardConfig) -> StepTable:
     """Return the table, with Q of each warpgroup by itself."""
     q_rings = [q_name(w) for w in range(config.warpgroups)]
     of_loads = (*q_rings, "k", *(("v",) if config.transposes else ()))
-    rings = (
-        *map(loaded, of_loads),
-        Ring("columns", "columns_written", "columns_free"),
-    )
+    rings = (*map(loaded, of_loads), Ring("columns", "columns_written", "columns_free"))
     queries = tuple(fill(name, "Q") for name in q_rings)
     values, v_free = fill("columns", "V^T"), "columns_free"
     if config.transposes:

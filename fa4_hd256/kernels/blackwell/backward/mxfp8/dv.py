@@ -49,13 +49,7 @@ from ..dv import TILE_KEYS, DvKernel, DvLoadRings, DvMmaRings, DvTiles
 from ..quads import STEP_QUERIES, WARPGROUP_QUERIES, QuadMask, QuadRegisters, StepDs, TileStep
 from ..row_result import CTA_ROWS, WARPGROUP_COLUMNS, RowResult, first_row
 from .ds import P_LOG2, WORDS, Mxfp8DsStore, add_each, quantize_ds, round_p
-from .scaled import (
-    ROW_ELEMENTS,
-    Mxfp8BackwardContext,
-    load_scales_of,
-    operand_views,
-    scale_tensors,
-)
+from .scaled import ROW_ELEMENTS, Mxfp8BackwardContext, load_scales_of, operand_views, scale_tensors
 
 #: Four scales of 2^-P_LOG2, E8M0.
 P_SCALES = (127 - P_LOG2) * 0x01010101

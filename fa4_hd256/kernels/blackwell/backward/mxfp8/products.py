@@ -18,14 +18,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from .....schedulers.protocol import WorkTile
 from ....backward.ds_tiles import DS_BLOCK, DS_TILE
 from ....backward.gemm_tiles import Walk
-from ....backward.mxfp8_ds import (
-    CODE_BYTES,
-    FOR_DK,
-    FOR_DQ,
-    RUN_BYTES,
-    RUN_CODES,
-    TILE_ELEMENTS,
-)
+from ....backward.mxfp8_ds import CODE_BYTES, FOR_DK, FOR_DQ, RUN_BYTES, RUN_CODES, TILE_ELEMENTS
 from ....block_scales import ATOM_BYTES, ATOMS
 from ....context import KernelParts
 from ....limits import ELEMENT_BYTES
@@ -41,13 +34,7 @@ from ..config import GradientConfig
 from ..products import ProductsKernel, SumRings, SumTiles
 from ..row_result import RowResult
 from .dv import SLICE_ROWS
-from .scaled import (
-    ROW_ELEMENTS,
-    Mxfp8BackwardContext,
-    load_scales_of,
-    operand_views,
-    scale_tensors,
-)
+from .scaled import ROW_ELEMENTS, Mxfp8BackwardContext, load_scales_of, operand_views, scale_tensors
 
 #: Rows and columns, of 16 bits, of the box in which TMA copies codes of a tile; their bytes stay in
 #: their order.
@@ -78,10 +65,7 @@ class ProductsMxfp8Kernel(BlackwellBackward):
     mma: Any = ProductsKernel.mma
     gradient: Any = ProductsKernel.gradient
     _finish: Any = ProductsKernel._finish
-    boxes = {
-        "q_t": (4, DS_TILE, ROW_ELEMENTS // 2),
-        "k_t": (5, DS_TILE, ROW_ELEMENTS // 2),
-    }
+    boxes = {"q_t": (4, DS_TILE, ROW_ELEMENTS // 2), "k_t": (5, DS_TILE, ROW_ELEMENTS // 2)}
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, parts: KernelParts
@@ -131,11 +115,7 @@ class ProductsMxfp8Kernel(BlackwellBackward):
 
     @cute.jit
     def _load_rows(
-        self,
-        context: Mxfp8BackwardContext,
-        work: WorkTile,
-        position: Walk,
-        target: LoadTarget,
+        self, context: Mxfp8BackwardContext, work: WorkTile, position: Walk, target: LoadTarget
     ):
         """Load this CTA's half of the columns of 128 rows of Q or K, and the scales of all."""
         row, rank = position.column * DS_TILE, context.cta_rank

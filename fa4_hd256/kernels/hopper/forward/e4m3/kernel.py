@@ -40,14 +40,7 @@ from ....problem_class import ProblemClass
 from ....ranges import traced
 from ...instructions import QUAD, WgmmaShape, rows_of
 from ..config import WARPGROUP_ROWS
-from ..context import (
-    Fragments,
-    HopperForwardContext,
-    RowSoftmax,
-    Running,
-    StepKeys,
-    WarpgroupTile,
-)
+from ..context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
 from ..masks import hide_by_range
 from ..warpgroup import ResultRow, WarpgroupForward
 from .columns import ColumnsKernel
