@@ -24,7 +24,6 @@ COMMANDS = {
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser; only the given command has its options, and imports what it needs."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("--version", action="version", version=f"fa4-hd256 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -124,7 +123,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Run the command of this process, which Ctrl-C ends within seconds."""
     return interrupt.command(main)
 
 

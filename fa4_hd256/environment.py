@@ -169,7 +169,6 @@ _DSL_OUTPUT_ONLY = ("CACHE_DIR", "DUMP_DIR", "KEEP", "LOG", "PRINT", "ARCH", "LI
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels."""
     given = os.environ.get(CACHE_DIR.name)
     if given:
         return Path(given).expanduser()
@@ -183,12 +182,10 @@ def cache_directory() -> Path:
 
 
 def prebuilt_directory() -> str | None:
-    """Return the directory of prebuilt kernels, None if it is not set."""
     return os.environ.get(PREBUILT.name) or None
 
 
 def jit_allowed() -> bool:
-    """Return True if kernels may be compiled."""
     return _switch(JIT, True)
 
 
@@ -203,40 +200,31 @@ def _switch(variable: Variable, default: bool) -> bool:
 
 
 def replaces_flash_attn() -> bool:
-    """Return True if vLLM's backend FLASH_ATTN is to take head size 256 here."""
     return _switch(VLLM_FLASH_ATTN, False)
 
 
 def progress_wanted() -> bool:
-    """Return True if a long simulated run may draw a progress bar on stderr."""
     return _switch(PROGRESS, sys.stderr.isatty())
 
 
 def rows_wanted() -> bool:
-    """Return True unless commands are not to print rows on stderr as each is ready. Files get them,
-    too: a row that took long must not be lost to what comes after it."""
     return _switch(PROGRESS, True)
 
 
 def reserved_sms() -> int:
-    """Return the SMs that static grids leave free."""
     return _whole_number(RESERVED_SMS, "SMs") or 0
 
 
 def jobs() -> int:
-    """Return the number of processes that compile at once."""
     given = _whole_number(JOBS, "processes")
     return min(MOST_JOBS, len(os.sched_getaffinity(0))) if given is None else given
 
 
 def ds_bytes() -> int | None:
-    """Return the bytes that dS may take where no configuration is given, None if it is not set."""
     return _whole_number(DS_BYTES, "bytes")
 
 
 def _whole_number(variable: Variable, unit: str) -> int | None:
-    """Return the value of a variable, None if it is not set. Raises ValueError for anything but a
-    whole number."""
     given = os.environ.get(variable.name)
     if not given:
         return None
@@ -248,12 +236,10 @@ def _whole_number(variable: Variable, unit: str) -> int | None:
 
 
 def checks_contents() -> bool:
-    """Return True if contents of tensors on a GPU are checked."""
     return _checks(CHECK)
 
 
 def checks_pages() -> bool:
-    """Return True if page numbers and places of new rows are checked on a GPU."""
     return _checks(CHECK_PAGES) or _checks(CHECK)
 
 
@@ -262,8 +248,7 @@ def _checks(variable: Variable) -> bool:
 
 
 def architecture() -> Architecture:
-    """Return the architecture whose kernels run for CPU tensors. Raises ValueError for an unknown
-    name."""
+    """Return the architecture of calls on the CPU. Raises ValueError for an unknown name."""
     given = os.environ.get(ARCHITECTURE.name) or ARCHITECTURE.default
     try:
         return named(given)
@@ -273,7 +258,6 @@ def architecture() -> Architecture:
 
 
 def requested_architecture() -> str | None:
-    """CUTE_DSL_ARCH, None if it is not set."""
     return os.environ.get("CUTE_DSL_ARCH") or None
 
 

@@ -344,8 +344,7 @@ _Q_DESCALE, _K_DESCALE, _V_DESCALE = map(ForwardTensors._fields.index, DESCALES)
 def _read_masks(
     tensors: tuple[Any, ...], block_mask: Any, mask_mod: Any, tree_mask: Any
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
-    """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
-    call with block_mask or mask_mod; tensors: q, k, v, the sink, the gate."""
+    """Return (tensors by name, mask_mod's key, `listed_tiles`); tensors: q, k, v, sink, gate."""
     read, key = MaskMod.read_by(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
@@ -367,8 +366,7 @@ def read_options(
 def _read_metadata(
     tensors: tuple[Any, ...], metadata: BackwardMetadata
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Return (tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with
-    backward_metadata, which only gradients need; tensors: q, k, v, the sink, the gate."""
+    """Return (tensors by name, `listed_tiles`) of backward_metadata, which only gradients need."""
     if not are_differentiated(tensors):
         return NO_TENSORS, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
@@ -461,8 +459,7 @@ def _attend_mxfp8(
     form: tuple[Any, ...],
     results: tuple[Any, bool, bool],
 ) -> Any:
-    """Return the results of a public function with mxfp8_gradients. tensors, arguments, form: as of
-    `_find_and_run`. results: out, return_lse, return_max_logits."""
+    """Return a public function's results in mxfp8. results: out, return_lse, return_max_logits."""
     *inputs, _ = tensors
     given_out, return_lse, return_max_logits = results
     beside = {"out": given_out is not None, "return_max_logits": return_max_logits}

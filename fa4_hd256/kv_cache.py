@@ -189,8 +189,7 @@ def flash_attn_with_kvcache(
 
 
 def _are_read_as_given(cache_seqlens: Any) -> bool:
-    """Return True if the attention takes lengths as they are; those on the CPU are checked first,
-    which costs nothing there."""
+    """Return True if the attention takes lengths as they are; on the CPU they are checked."""
     if cache_seqlens is None:
         return True
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
@@ -202,8 +201,7 @@ def _attend_without_new_rows(
     arguments: tuple[Any, ...],
     results: tuple[Any, bool],
 ) -> Any:
-    """Call the attention alone; call: in use. results: out, return_lse. The others as of
-    `attend_sequences`."""
+    """Call the attention alone. results: out, return_lse. Others as of `attend_sequences`."""
     in_cache = {CACHE_BATCH_IDX: call.cache_batch_idx, CACHE_LEFTPAD: call.cache_leftpad}
     return attend_sequences(
         (call.q, call.k_cache, call.v_cache, call.sink, call.out_gate),

@@ -63,6 +63,5 @@ class MaskMod(KernelFunction):
 
 
 def part_tiles(origin: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """Both as kernels read them (`PartTiles`). origin: (6,) int32 fields of a `ScoreOrigin`. tiles:
-    of a block mask without bits, those that the part meets."""
+    """Join a `ScoreOrigin` (6,) int32 and the part's tiles, as `PartTiles` reads them."""
     return torch.cat((origin.expand(*tiles.shape[:3], -1), tiles), dim=-1)

@@ -209,8 +209,7 @@ def with_words(block_mask: TileMask, words: torch.Tensor) -> TileMask:
 
 
 def _checked_words(words: Any, seqlen_k: int) -> torch.Tensor:
-    """Return words of `from_words` with four dimensions, expanded ones taken once. Raises as
-    that."""
+    """Return words of `from_words` with four dimensions. Raises as that."""
     check_whole("seqlen_k", seqlen_k, 1)
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32:
         kind = words.dtype if isinstance(words, torch.Tensor) else type(words).__name__
@@ -412,7 +411,6 @@ class _CachedMasks:
         self.lasts = self._function is not None
 
     def is_of(self, block_mask: Any, tables: tuple[Any, ...]) -> bool:
-        """Return True if nothing that they were made of has changed."""
         assert self._function is not None
         return (
             self._sizes == _sizes_of(block_mask)
@@ -429,7 +427,6 @@ _lists = weakref.WeakKeyDictionary()
 
 
 def _lists_of(block_mask: Any, tables: tuple[Any, ...]) -> TileMask:
-    """Return the mask without bits, made again where the tables have changed."""
     cached = _lists.get(block_mask)
     if cached is not None and cached[1] == _sizes_of(block_mask) and cached[0].are_of(tables):
         return cached[2]
@@ -440,7 +437,6 @@ def _lists_of(block_mask: Any, tables: tuple[Any, ...]) -> TileMask:
 
 
 def _tables_of(block_mask: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors of a `BlockMask` that say which blocks are partial, and which full."""
     return (
         block_mask.kv_num_blocks,
         block_mask.kv_indices,
@@ -489,7 +485,6 @@ def _kinds(
 
 
 def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A mask_mod, which is of single numbers, for tiles."""
     # PyTorch itself wraps them in this, so that they may index tensors by these numbers.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
@@ -580,7 +575,6 @@ class _Levels:
     def intervals(
         self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0
     ) -> tuple[torch.Tensor, Evaluate]:
-        """Return (kinds of tiles, what evaluates them) of this mask."""
         tokens = limit.clamp(max=first_tokens)
         begin, end = (
             torch.arange(count_mask_tiles(self.lengths[1]), device=first.device) * MASK_TILE + more
@@ -618,8 +612,7 @@ def _extremes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (first, behind the last) of the neighbours with the same number that each one is
-    among."""
+    """Return (first, behind the last) of each one's run of equal numbers."""
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     differs = numbers[:, 1:] != numbers[:, :-1]
     edge = differs.new_ones(len(numbers), 1)

@@ -85,8 +85,7 @@ def get_scheduler_metadata(  # noqa: PLR0913
 def _keys(
     k: torch.Tensor, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (keys of a dtype, the tensors of the call, scales of NVFP4 among them, by name). k: in
-    bfloat16."""
+    """Return (keys of a dtype, the tensors of the call by name). k: in bfloat16."""
     if dtype not in CACHE_DTYPES:
         return k, tensors
     if dtype != NVFP4:

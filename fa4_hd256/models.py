@@ -25,7 +25,6 @@ def local(keys: int) -> Mask:
 
 
 def _is_positive(value: object) -> bool:
-    """Return True if something is a number of heads or ranks."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -46,8 +45,7 @@ class AttentionModel:
     sink: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads, masks or a sink that are none. Numbers with rules of calls
-        are checked by these."""
+        """Raise ValueError for heads, masks or a sink that are none."""
         for name in ("heads_q", "heads_kv"):
             if not _is_positive(getattr(self, name)):
                 given = shown(getattr(self, name))

@@ -19,18 +19,15 @@ _INSTALLED = "fa4_hd256"
 
 
 def canonical(module: str) -> str:
-    """Return the name that a module of this copy has in an installed package. Modules of other
-    packages keep their names."""
+    """Return a module's name in an installed package; other packages' names are kept."""
     return _renamed(module, NAME, _INSTALLED)
 
 
 def loaded(module: str) -> str:
-    """Return the name in this process of a module that `canonical` named."""
     return _renamed(module, _INSTALLED, NAME)
 
 
 def is_of_package(module: str) -> bool:
-    """Return True for the name of a module of this copy."""
     return _is_inside(module, NAME)
 
 

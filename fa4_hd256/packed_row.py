@@ -37,8 +37,7 @@ from .score_mods import ScoreMod
 
 
 class PackedRow(NamedTuple):
-    """Arguments of `flash_attn_func` for the row: tensors with a batch of 1; the call's mask and
-    functions."""
+    """Arguments of `flash_attn_func` for the row: tensors with a batch of 1, mask and functions."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -118,7 +118,6 @@ def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
-    """Return True if all of them are multiples of `ALIGNMENT`."""
     return not functools.reduce(operator.or_, addresses) % ALIGNMENT
 
 
@@ -204,8 +203,6 @@ def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashab
 
 
 class _Cache:
-    """All that is cached."""
-
     def __init__(self) -> None:
         self.executions: dict[Hashable, Execution] = {}
         self.alike: dict[Hashable, _Alike] = {}
@@ -213,14 +210,12 @@ class _Cache:
         self.lock = threading.Lock()
 
     def keep(self, key: Hashable, execution: Execution) -> None:
-        """Cache an execution; the oldest ones go."""
         with self.lock:
             while len(self.executions) >= LARGEST:
                 del self.executions[next(iter(self.executions))]
             self.executions[key] = execution
 
     def replace(self, old: Execution, new: Execution) -> None:
-        """Let calls of one execution find another one, if they find it at all."""
         with self.lock:
             keys = [key for key, execution in self.executions.items() if execution is old]
             self.executions |= dict.fromkeys(keys, new)
@@ -237,21 +232,18 @@ _cache = _Cache()
 
 @functools.lru_cache(LARGEST, typed=True)
 def _alike_of(*facts: Any) -> _Alike:
-    """Return the entry of `_Cache.alike`; raise KeyError for facts that have none yet. `lru_cache`
-    makes the look-up one call in C. It does not cache the error, so a later entry is found."""
+    """Return the entry of `_Cache.alike`, KeyError without one. `lru_cache` looks it up in C."""
     return _cache.alike[facts, _types(facts)]
 
 
 def forget_plans() -> None:
-    """Let go of all plans."""
     with _cache.lock:
         _cache.executions.clear()
         _cache.forget_guards()
 
 
 def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
-    """Return the plans that a call runs, in order: `print` says what each launches. Backwards of
-    GPU tensors run in a thread of autograd, whose plans are among them."""
+    """Return the plans that a call runs, in order, those of its backward on a GPU among them."""
     plans: list[LaunchPlan] = []
     _watching.append(plans)
     try:
@@ -282,8 +274,7 @@ def call_fields(  # noqa: PLR0913
     mask_mod: str | None = None,
     listed_tiles: int = 0,
 ) -> tuple[Any, ...]:
-    """Return the fields of a `Call` as a plain tuple, in a third of the time that a named one
-    takes by keyword."""
+    """Return the fields of a `Call` as a plain tuple, which takes a third of the time."""
     return (
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, backward_config, score_mod, mask_mod, listed_tiles,
@@ -350,7 +341,6 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Execution, list[int]
 
 
 def _planned(facts: tuple[Any, ...], tensors: Tensors) -> Execution:
-    """Check a call, plan it and make it ready to run."""
     kind = facts[0]
     values = kind.resolve(tensors, facts[1:])
     written = tuple([place for place in kind.written if tensors[place] is not None])
@@ -360,7 +350,6 @@ def _planned(facts: tuple[Any, ...], tensors: Tensors) -> Execution:
 def _guard(
     facts: tuple[Any, ...], tensors: Tensors, execution: Execution, switches: tuple[str, ...]
 ) -> None:
-    """Let `find` find an execution by a guard, NOTE [guards]."""
     first_of: dict[int, int] = {}
     present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
     places = {place: first_of.setdefault(id(tensor), place) for place, tensor in present}
@@ -388,8 +377,7 @@ def run(
     addresses: Sequence[int],
     only_first: bool = False,
 ) -> tuple[Any, ...]:
-    """Run what `find` returned for a call of a kind, and return the results. only_first: the caller
-    reads the first result alone, so that others may hold anything."""
+    """Run what `find` returned. only_first: the caller reads the first result alone."""
     if is_profiled():
         with torch.profiler.record_function(f"{NAMESPACE}::{kind.name}"):
             return _run(kind, execution, tensors, addresses, only_first)
@@ -422,8 +410,7 @@ def _run(
 
 
 def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the results of an operator, called by its own body. values: its arguments that are no
-    tensors, which `resolve` finds first in the facts (`resolve_fields`)."""
+    """Return an operator's results, called by its body. values: its arguments but tensors."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     planned = find(facts, tensors) if repeats(tensors) else None
     execution, addresses = planned or (_planned(facts, tensors), addresses_of(tensors))
@@ -431,13 +418,11 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
 
 
 def resolve_fields(values: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
-    """Return a `Kind.resolve` for facts that begin with an operator's values, of a class of
-    `operator_arguments`: it checks nothing, since the plan does."""
+    """Return a `Kind.resolve` for values already as operators take them: the plan checks."""
     return lambda tensors, facts: values_of(values, facts)
 
 
 def repeats(tensors: Tensors) -> bool:
-    """Return True if plans of calls with these tensors are kept: not where each call looks at what
-    lengths hold."""
+    """Return True if plans of calls with these tensors are kept: not where each checks contents."""
     on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
     return on_gpu and not environment.checks_pages()

@@ -42,12 +42,10 @@ DispatchKey = torch._C.DispatchKey
 
 
 def excluding(key: DispatchKey) -> Any:
-    """Return a context in which the dispatcher passes over a key."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def nesting_of_batches() -> int:
-    """Return how many batches of gradients are one inside the other."""
     level: int = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     return level

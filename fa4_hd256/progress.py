@@ -29,7 +29,6 @@ _steps = threading.local()
 
 
 def is_under_way(verb: str) -> bool:
-    """Return True inside a step of this thread that begins with `verb`."""
     return any(what.startswith(verb) for what in getattr(_steps, "all", ()))
 
 
@@ -72,7 +71,6 @@ def counted(
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, above what is drawn there."""
     if environment.rows_wanted():
         from tqdm import tqdm
 

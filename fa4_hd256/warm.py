@@ -31,8 +31,7 @@ _USUAL = Needs()
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Result of `warm_up`. kernels: that calls of the model may take, all loaded now; compiled: of
-    them, those that no cache had when it began; seconds: what it took."""
+    """Result of `warm_up`. kernels: loaded; compiled: of them; seconds: what it took."""
 
     kernels: int
     compiled: int
@@ -71,12 +70,10 @@ def warm_up(
 
 
 def kernels_of(model: AttentionModel, needs: Needs, place: torch.device) -> list[KernelSpec]:
-    """Return the kernels that `warm_up` loads on a device."""
     return specs_of(model, needs, architecture_of(place), gpu_of(place).tuning_name)
 
 
 def load(specs: list[KernelSpec], place: torch.device) -> WarmUp:
-    """Compile kernels, and load them into a device."""
     begin = time.perf_counter()
     with compiling_beside(specs) as missing:
         for spec in in_own_order(specs):
@@ -136,7 +133,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _needs(arguments: argparse.Namespace) -> Needs:
-    """Return the needs that the options request."""
     also = {name: getattr(arguments, name) for name in FLAGS}
     use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
     return Needs(
@@ -164,7 +160,6 @@ def _of_target(
 
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options of --heads where there is none."""
     own = ("full", "window", "softcap", "sink")
     given = [
         f"--{name}"

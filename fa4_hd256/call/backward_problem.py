@@ -88,13 +88,11 @@ class BackwardProblem:
 
     @property
     def dq_class(self) -> GradientClass:
-        """Return the class of the kernel that makes dQ alone."""
         own = replace(self.forward.problem_class, sink=False, packed_heads=1, out_gate="")
         return GradientClass(own)
 
     @property
     def dkdv_class(self) -> GradientClass:
-        """Return the class of the kernels that make dK or dV."""
         return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
 
     def of_kernel(self, kernel: BackwardKernel) -> BackwardProblem:
@@ -107,7 +105,6 @@ class BackwardProblem:
 
     @property
     def group(self) -> int:
-        """Query heads of one key/value head."""
         return self.forward.q_shape[2] // self.k_shape[2]
 
     @property
@@ -118,14 +115,12 @@ class BackwardProblem:
 
     @property
     def sums(self) -> bool:
-        """Return True if a kernel adds up the parts of dK and dV; PyTorch adds up those of
-        chunks."""
+        """Return True if a kernel, not PyTorch, adds up the parts of dK and dV."""
         is_empty = self.has_no_queries or self.has_no_keys
         return self.head_parts > self.copies and not self.adds and not is_empty
 
     @property
     def kernels(self) -> BackwardSet:
-        """Return the kernels of the architecture."""
         return self.forward.kernels.backward_set(self.is_mxfp8)
 
     @property
@@ -160,19 +155,16 @@ class BackwardProblem:
 
     @property
     def ds_bytes(self) -> int:
-        """Memory that dS takes."""
         return math.prod(self.ds_shape) * self.forward.dtype.itemsize
 
     @property
     def ds_bytes_of_head(self) -> int:
-        """Memory that dS of one key/value head takes, of all sequences."""
         return self.ds_bytes // self.k_shape[2]
 
     def head_parts_for(
         self, heads_kv: int, sequences: int, gpu: Gpu, kernel: KeyKernel | None = None
     ) -> int:
-        """`choose_head_parts` for a launch with so many key/value heads and sequences. kernel: what
-        is known of the kernels that make dK and dV, None for the architecture's."""
+        """`choose_head_parts` of a launch. kernel: of dK and dV, None for the architecture's."""
         if self.copies > 1:
             return self.copies
         forward, reach = self.forward, Reach.of(self.forward.options.window)
@@ -198,12 +190,10 @@ class BackwardProblem:
 
     @property
     def has_no_queries(self) -> bool:
-        """Return True if nothing is launched, and dK and dV are 0."""
         return self.forward.is_empty
 
     @property
     def has_no_keys(self) -> bool:
-        """Return True if dQ is 0, and dK and dV are empty."""
         return self.k_shape[1] == 0
 
 

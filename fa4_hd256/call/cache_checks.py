@@ -39,8 +39,7 @@ ROTARY_MULTIPLE = 16
 
 
 def _is_read(call: CacheTensors) -> bool:
-    """Return True if contents are checked: on the CPU, where that waits for nothing, and on a GPU
-    where the user says so; a capture is then the attention's to refuse."""
+    """Return True if contents are checked: on the CPU, and on a GPU where the user says so."""
     if is_intercepted():
         return False
     if call.q.device.type == "cpu":
@@ -99,8 +98,7 @@ def _of_entries(call: CacheTensors) -> CacheTensors:
 
 
 def has_new_rows(call: CacheTensors, interleaved: Any) -> bool:
-    """Return True if there are any new rows. call: in use. interleaved: rotary_interleaved. Raises
-    TypeError or ValueError for what is not accepted."""
+    """Return True if there are new rows in a call in use. Raises TypeError or ValueError."""
     k, q, offsets = call.k, call.q, call.cu_seqlens_k_new
     is_given = k is not None or call.v is not None
     if call.rotary_cos is not None or call.rotary_sin is not None:
@@ -221,8 +219,7 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
 
 
 class _Positions(NamedTuple):
-    """Sequence of each row of a tensor, and its number among the rows of that sequence: int64,
-    shaped like the tensor's dimensions before the heads."""
+    """Sequence of each row of a tensor, and its number there: int64 of its leading dimensions."""
 
     sequence: torch.Tensor
     offset: torch.Tensor
@@ -241,8 +238,7 @@ class _Positions(NamedTuple):
         return cls(sequence, count - offsets[sequence])
 
     def behind(self, first: torch.Tensor) -> torch.Tensor:
-        """Return the position of each row in its sequence; first: (batch,) positions of the first
-        rows."""
+        """Return the position of each row in its sequence; first: (batch,) of the first rows."""
         return first[self.sequence] + self.offset
 
 
@@ -267,8 +263,7 @@ def check_beside_tree(rotary_cos: Any) -> None:
 
 
 def check_no_gradients(names: Sequence[str], *given: Any) -> None:
-    """Raise NotImplementedError where gradients of the call would be recorded: they are enabled.
-    given: arguments of these names."""
+    """Raise NotImplementedError if gradients would be recorded. given: arguments of these names."""
     for place, tensor in enumerate(given):
         if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             name = names[place]
@@ -296,8 +291,7 @@ def lengths_of(cache_seqlens: Any, batch: int, capacity: int, device: torch.devi
 
 
 def check_whole(given: dict[str, Any]) -> None:
-    """Raise TypeError for what is no int, as numbers of rows and heads are, ValueError for one that
-    is less than 1 or too large for a tensor's shape."""
+    """Raise TypeError for what is no int, ValueError for less than 1 or what no shape can have."""
     for name, number in given.items():
         number = plain(number)
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
@@ -317,7 +311,6 @@ def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> Va
 
 
 def check_int32(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is no int32 tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a (batch,) int32 tensor, got {kind}")
@@ -357,7 +350,6 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
 
 
 def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError for a page_table whose entries cannot be looked up."""
     check_int32("page_table", table)
     if table.shape[0] != batch or not table.shape[1] or table.device != device:
         raise ValueError(

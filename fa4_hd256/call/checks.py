@@ -89,7 +89,6 @@ def _carried(name: str, value: int | torch.SymInt) -> None:
 
 
 def are_differentiated(tensors: Iterable[Any]) -> bool:
-    """Return True if gradients may be requested of any of these."""
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )
@@ -180,7 +179,6 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
 
 
 def row_columns(dtype: torch.dtype) -> int:
-    """Return the columns of a tensor of k or v: in NVFP4 a byte has two elements."""
     return HEAD_DIM // 2 if dtype == NVFP4 else HEAD_DIM
 
 
@@ -224,7 +222,6 @@ def check_shapes(
 
 
 def check_pages(k: Sequence[int]) -> None:
-    """There are pages, with rows."""
     pages, page_size = k[:2]
     if pages < 1:
         raise ValueError(f"k and v have no pages, shape {tuple(k)}; accepted: 1 or more")
@@ -380,7 +377,6 @@ def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.T
 
 
 def check_lists(block_mask: Any) -> None:
-    """Raise ValueError for a mask_mod without a block mask."""
     if block_mask is None:
         raise ValueError(
             "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
@@ -531,8 +527,7 @@ def _check_places(k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
 
 
 def check_leftpad(leftpad: torch.Tensor, lengths: torch.Tensor | None, rows: int) -> None:
-    """Raise ValueError unless the rows before the first one are rows in use. lengths: None for all
-    rows. Waits for the device."""
+    """Raise ValueError for padding beyond the rows in use, None for all. Waits for the device."""
     used = torch.full_like(leftpad, rows) if lengths is None else lengths
     if ((leftpad < 0) | (leftpad > used)).any():
         raise ValueError(

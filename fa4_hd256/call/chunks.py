@@ -50,15 +50,13 @@ class Chunk:
         return table
 
     def has_all_lists(self, table: Any) -> bool:
-        """Return True if a table lists the chunk's queries and no others. The chunk has all
-        keys."""
+        """Return True if a table lists the chunk's queries and no others."""
         return table.shape[2] <= count_blocks(len(self.keys)) + count_blocks(len(self.queries))
 
 
 @dataclass(frozen=True)
 class BackwardDivision:
-    """Division of a backward: its chunks, in the order in which they run. problem: the whole call,
-    with the head_parts of every chunk's dK and dV."""
+    """Chunks of a backward, in order. problem: the call, with the head_parts of every chunk."""
 
     problem: BackwardProblem
     chunks: tuple[Chunk, ...]
@@ -93,8 +91,7 @@ def least_ds_bytes(problem: BackwardProblem) -> int:
 
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDivision:
-    """Chunks by heads and sequences, else of a group. Raises NotImplementedError where dS of one
-    block of queries is larger."""
+    """Split by heads and sequences, else in a group; NotImplementedError if one block exceeds."""
     heads_kv, sequences, *_ = _lengths(problem)
     if not problem.ds_bytes_of_head:
         return _by_heads(problem, heads_kv, sequences, gpu)
@@ -245,8 +242,7 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
 
 
 def _ends_of_ranges(problem: BackwardProblem, ds_bytes: int) -> list[int]:
-    """Return the ends of ranges of queries that are as long as fits; none if a single unit does not
-    fit."""
+    """Return the ends of the longest ranges of queries that fit; none if no single unit does."""
     seqlen_q, ends_of_ranges = problem.forward.q_shape[1], [0]
     while ends_of_ranges[-1] < seqlen_q:
         begin = ends_of_ranges[-1]

@@ -32,8 +32,7 @@ from .mxfp8_scales import check_blocks, check_packed
 
 
 def refuse_gradients(*scales: Any) -> None:
-    """Raise NotImplementedError where gradients of these may be requested. At every call: what is
-    kept of calls alike does not say."""
+    """Raise NotImplementedError for requested gradients; every call checks: keys do not say."""
     if are_differentiated(scales):
         raise NotImplementedError(
             f"{', '.join(DESCALES[:-1])} or {DESCALES[-1]} requires gradients, and there are none "
@@ -43,12 +42,10 @@ def refuse_gradients(*scales: Any) -> None:
 
 
 def scales_among(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given entries of `DESCALES`, not None."""
     return {name: given[name] for name in DESCALES if given.get(name) is not None}
 
 
 def are_of_blocks(given: dict[str, Any]) -> bool:
-    """Return True if scales among the given tensors are of blocks: mxfp8's."""
     return any(given[name].dtype in SCALE_DTYPES for name in DESCALES if name in given)
 
 
@@ -95,8 +92,7 @@ def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]
 
 
 def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
-    """Raise TypeError or ValueError unless k and v in NVFP4 have their block scales, and others
-    none. given: tensors by name."""
+    """Raise TypeError or ValueError unless NVFP4's k and v, and no others, have block scales."""
     scales = {name: given.get(name) for name in BLOCK_SCALES}
     for (name, tensor), codes in zip(scales.items(), (k, v), strict=True):
         if codes.dtype != NVFP4 and tensor is not None:

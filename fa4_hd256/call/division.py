@@ -75,8 +75,7 @@ def _with_fixed_splits(problem: Problem) -> Problem:
 
 
 def _with_listed_splits(problem: Problem, gpu: Gpu) -> Problem:
-    """Return the problem with room for all splits; unsplit, without the list, where queries have
-    several tiles."""
+    """Return the problem with listed splits; queries of several tiles are not split."""
     room = room_for_splits(problem, gpu)
     if room is None:
         return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
@@ -104,7 +103,6 @@ def longest_row(problem: Problem) -> int:
 
 
 def rows_per_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
-    """Return the rows of splits' results that HBM writes and reads in the time of a step."""
     return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
 
 
@@ -229,8 +227,7 @@ def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[Problem
 
 
 def check_grid(problem: Problem, problems: Sequence[Problem]) -> None:
-    """Raise ValueError for more tiles than a grid can have. problems: those that `divide_forward`
-    made of the problem."""
+    """Raise ValueError for more tiles than a grid can have. problems: of `divide_forward`."""
     if len(problems) == 1:
         (problem,) = problems
     ctas = problem.num_tiles * problem.num_splits * problem.tiles.cluster

@@ -276,7 +276,6 @@ class Problem:
 
     @property
     def function_tensors(self) -> tuple[str, ...]:
-        """Return the names of `FUNCTION_TENSORS` that functions of the call read."""
         functions = self.options.score_mod, self.options.mask_mod
         return tuple(
             name
@@ -286,7 +285,6 @@ class Problem:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
         # With split keys the combining kernel has it.
         gate = (OUT_GATE,) if self.out_gate and self.num_splits == 1 else ()
         own = block_scales_of(self.kv_dtype)
@@ -294,13 +292,11 @@ class Problem:
 
     @property
     def lists_splits(self) -> bool:
-        """Return True if KV splits are listed, which then have results of their own, one after the
-        other."""
+        """Return True if KV splits are listed; their results lie one after the other."""
         return PART_LIST in self.ragged
 
     @property
     def kernels(self) -> KernelSet:
-        """Return the kernels of the architecture."""
         return kernels_of(self.architecture)
 
     @property
@@ -310,7 +306,6 @@ class Problem:
 
     @property
     def num_tiles(self) -> int:
-        """Query tiles of the forward's grid, empty ones of short sequences included."""
         blocks = -(-self.max_seqlen_q // self.tile_queries)
         return blocks * (self.q_shape[2] // self.packed_heads) * self.sequences
 
@@ -341,15 +336,13 @@ def packed_heads(group: int, ragged: Any, tiles: ForwardTiles, pads: bool = Fals
 
 
 def _dtypes(q: torch.Tensor, k: torch.Tensor, out_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the fields of `ProblemClass` that are dtypes, by name."""
     q_dtype, kv_dtype = (t.dtype if t.dtype in CACHE_DTYPES else None for t in (q, k))
     dtype = out_dtype or result_dtypes(q.dtype)[0]
     return {"dtype": dtype, "q_dtype": q_dtype, "kv_dtype": kv_dtype}
 
 
 def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return what has a value of the gate, empty for none. Raises TypeError unless it has the dtype
-    of out."""
+    """Return the form of a gate, empty for none. Raises TypeError for another dtype than out's."""
     if gate is None:
         return ""
     if gate.dtype != dtype:
@@ -358,7 +351,6 @@ def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor, dtype: torch.dtype
 
 
 def is_masked(ragged: Any) -> bool:
-    """Return True if there is a block mask among tensors of `RAGGED`, or their names."""
     return any(name in ragged for name in MASK_TABLES)
 
 
@@ -384,8 +376,7 @@ def _check_contents(
 
 
 def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
-    """Return the names of the ragged tensors that kernels of the forward read, in order: none of
-    those that are for gradients alone."""
+    """Return the ragged tensors that kernels of the forward read, in order."""
     of_others = (*(MASK_GRADIENTS if MASK_STEPS in ragged else ()), DS_BEGINS)
     return tuple(name for name in RAGGED if name in ragged and name not in of_others)
 
@@ -397,8 +388,7 @@ def _usable_tiles(
     ragged: Any,
     options: Options,
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels that such a call may take. dtypes: of `_dtypes`. Raises
-    NotImplementedError if there are none."""
+    """Return the tiles of kernels that take such a call. Raises NotImplementedError if none."""
     given = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(ragged)
     known = kernels_of(architecture).forward_tiles(config, *given)
     if is_masked(ragged):
@@ -423,8 +413,7 @@ def tiles_for_keys(
 def tiles_for_masks(
     known: tuple[ForwardTiles, ...], architecture: Architecture
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels whose steps a block mask may name. Raises NotImplementedError if
-    there are none."""
+    """Return the tiles whose steps block masks name. Raises NotImplementedError if none."""
     usable = tuple(tiles for tiles in known if tiles.takes_lists)
     return usable or _refuse_kernel("block_mask", "takes none", known, architecture)
 
@@ -432,8 +421,7 @@ def tiles_for_masks(
 def tiles_for_max_logits(
     known: tuple[ForwardTiles, ...], architecture: Architecture
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels that keep the greatest logits. Raises NotImplementedError if
-    there are none."""
+    """Return the tiles that keep greatest logits. Raises NotImplementedError if none."""
     usable = tuple(tiles for tiles in known if tiles.kind == "forward")
     return usable or _refuse_kernel("return_max_logits", "does not keep them", known, architecture)
 
@@ -564,8 +552,6 @@ def longest_of(
 
 
 def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
-    """Return the names of both configurations, which are those of the architecture that q is on."""
-
     def name(given: Any, direction: str) -> str:
         if given is None:
             return named_configs.DEFAULT
@@ -577,7 +563,6 @@ def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[st
 
 
 def check_differentiable(tensors: ForwardTensors) -> None:
-    """Raise NotImplementedError for a call that has no gradients."""
     refused = (
         tensors.page_table,
         tensors.part_list,
@@ -600,8 +585,7 @@ def check_differentiable(tensors: ForwardTensors) -> None:
 
 
 def resolve_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """Return the operator's values of a call, checked before its kernels are compiled. tensors: the
-    fields of `ForwardTensors`, then out. facts: begin with the fields of `Call`."""
+    """Return the operator's values, checked. facts: begin with the fields of `Call`."""
     *inputs, out = tensors
     named = ForwardTensors(*inputs)
     values = Call(*facts[: len(Call._fields)]).values(named)
@@ -614,8 +598,7 @@ def resolve_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValue
 
 
 def check_operator(tensors: ForwardTensors, values: ForwardValues) -> None:
-    """Check all of an operator's arguments that can be checked where sizes are symbols and tensors
-    have no contents."""
+    """Check an operator's arguments as far as fake tensors allow."""
     ragged = tensors.others()
     check_forward_tensors(tensors.q, tensors.k, tensors.v, tensors.sink, ragged)
     functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)

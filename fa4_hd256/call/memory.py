@@ -41,7 +41,6 @@ class View:
 
     @classmethod
     def contiguous(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> View:
-        """Return the view that is all of a contiguous tensor."""
         return cls(name, tuple(shape), contiguous_strides(shape), dtype)
 
     def __str__(self) -> str:
@@ -64,12 +63,10 @@ class View:
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
-        """Return the address of the first element, counted from a multiple of `ALIGNMENT`."""
         return self.past_alignment + self.begin
 
     @property
     def begin(self) -> int:
-        """Bytes from the named tensor's address to the first element."""
         return self.offset * self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
@@ -120,7 +117,6 @@ class View:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return PyTorch's strides of a contiguous tensor."""
     found, below = [], 1
     for size in reversed(shape):
         found.append(below)
@@ -160,16 +156,14 @@ def tma_can_take(tensor: Strided) -> bool:
 
 
 def without_expanded_heads(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with one head where all their heads are one expanded head: grouped queries read
-    it without a copy. Tensors of another rank, not yet refused, as they are."""
+    """Return k and v with one head where all are one expanded head: queries of a group read it."""
     if k.ndim == v.ndim == 4 and k.shape[2] > 1 and k.stride(2) == 0 and v.stride(2) == 0:
         return k[:, :, :1], v[:, :, :1]
     return k, v
 
 
 def without_loose_strides(tensor: Strided) -> Strided:
-    """Return the same memory; dimensions of size 1 have strides as in a contiguous tensor, so that
-    every stride which the kernel sees keeps TMA's rule."""
+    """Return the same memory; dimensions of size 1 get contiguous strides, which TMA takes."""
     strides, below = [], 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
         strides.append(stride if size > 1 else below)
@@ -182,7 +176,6 @@ def without_loose_strides(tensor: Strided) -> Strided:
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError for a tensor of another layout."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
@@ -219,8 +212,7 @@ def check_out(out: Any, q: torch.Tensor) -> None:
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """Check that kernels can write to it in place. Raises TypeError for a sparse one, ValueError
-    for other strides, and as `check_apart`."""
+    """Check that kernels can write to `out`. Raises TypeError, ValueError, and as `check_apart`."""
     require_dense("out", out)
     check_changeable("out", out)
     if not tma_can_take(out):
@@ -271,8 +263,7 @@ def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
 def check_apart(
     out: torch.Tensor, inputs: Sequence[Any], what: str = "out lies in memory that the call reads"
 ) -> None:
-    """Raise ValueError if a tensor that is written to shares memory with an input. inputs: tensors
-    among any arguments. what: begins the error."""
+    """Raise ValueError if memory written to is an input's too. what: begins the error."""
     if out.is_meta:
         return
     device, (begin, end) = out.device, memory_span(out)
@@ -327,8 +318,7 @@ def _meet(
     strides: tuple[int, ...],
     other_strides: tuple[int, ...],
 ) -> bool:
-    """Return True if a byte of one view is `distance` bytes from the other's begin. Bytes of an
-    element count as a dimension."""
+    """Return True if a byte of one view is `distance` bytes from the other's start."""
     spans: dict[int, tuple[int, int]] = {}
     for stride, size in zip(strides, shape):
         least, most = spans.get(stride, (0, 0))

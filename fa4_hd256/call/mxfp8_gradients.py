@@ -27,8 +27,7 @@ GIVEN = {"v_columns": "v", "q_rows": "q", "k_rows": "k"}
 
 
 class Mxfp8BackwardTensors(NamedTuple):
-    """Tensors of a backward in mxfp8.  dout, dlse, out, lse: as of `BackwardTensors`.  Then the
-    operands of the kernels, in the order of `MXFP8_GRADIENT_OPERANDS`, and the scales of each."""
+    """Tensors of a backward: as `BackwardTensors`, then operands of kernels and their scales."""
 
     dout: torch.Tensor
     dlse: torch.Tensor | None
@@ -90,8 +89,7 @@ def refuse_others(tensors: ForwardTensors, softcap: Any, beside: Sequence[str]) 
 
 
 def check_given(given: Any, tensors: ForwardTensors) -> None:
-    """Raise TypeError or ValueError unless what users give for gradients fits the call's q, k and
-    v.  given: `fa4_hd256.quantize.Mxfp8Gradients`."""
+    """Raise TypeError or ValueError unless `quantize.Mxfp8Gradients` fits the call's q, k and v."""
     if tensors.q_descale is None or tensors.q_descale.dtype not in SCALE_DTYPES:
         raise ValueError(
             "mxfp8_gradients given without scales of blocks; accepted: with q, k and v in mxfp8 "
@@ -167,8 +165,7 @@ def described(
 
 
 def check_division(division: BackwardDivision) -> None:
-    """Raise NotImplementedError for a backward that kernels in mxfp8 cannot run in chunks: they
-    store dS, and scales of rows lie in tiles."""
+    """Raise NotImplementedError for chunks: kernels in mxfp8 store dS, with scales by tiles."""
     problem = division.problem
     is_empty = problem.has_no_queries or problem.has_no_keys
     starts = [chunk.keys.start for chunk in division.chunks if chunk.problem.adds]

@@ -65,8 +65,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Ten
 
 
 def refuse_new_rows(descale: str) -> None:
-    """Raise NotImplementedError for new rows of a cache with scales of blocks, which they would
-    change. descale: as of `ProblemClass`."""
+    """Raise NotImplementedError for new rows beside scales of blocks, which they would change."""
     if descale == OF_BLOCKS:
         raise NotImplementedError(
             "new rows of a cache with scales of blocks: not offered; accepted: calls without new k "

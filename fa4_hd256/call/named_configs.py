@@ -34,8 +34,7 @@ def encode(config: Any, *kinds: type, said: str = "config") -> str:
 
 
 def spelled(kind: type) -> str:
-    """The class of a configuration as a user writes it: with its module, since classes of several
-    architectures have the same name."""
+    """The class of a configuration with its module: architectures share names."""
     return f"{kind.__module__}.{kind.__name__}"
 
 

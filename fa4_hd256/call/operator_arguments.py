@@ -73,7 +73,6 @@ class ForwardTensors(NamedTuple):
     mask_tensor_4: torch.Tensor | None = None
 
     def others(self) -> dict[str, Any]:
-        """Return the tensors of `OTHERS` that are given, by name."""
         return {name: t for name, t in zip(OTHERS, self[_FIRST_OTHER:]) if t is not None}
 
     def with_batches(self) -> ForwardTensors:
@@ -141,7 +140,6 @@ class BackwardTensors(NamedTuple):
         return self._replace(**with_batch)
 
     def others(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of `OTHERS` that are given, by name."""
         given = zip(BackwardTensors._fields, self)
         return {name: t for name, t in given if name in OTHERS and t is not None}
 
@@ -176,7 +174,6 @@ class BackwardValues(NamedTuple):
 
     @property
     def options(self) -> ForwardValues:
-        """Return the values of the forward with the backward's scheduler and configuration."""
         own = self.forward
         return own._replace(use_clc=own.backward_use_clc, config=own.backward_config)
 
@@ -245,32 +242,27 @@ class CacheValues(NamedTuple):
 
 
 def flat(values: Any) -> tuple[Any, ...]:
-    """Return values as operators take them. values: of one of the classes here."""
     first = values[0]
     return (*first, *values[1:]) if isinstance(first, ForwardValues) else tuple(values)
 
 
 def values_of(kind: Any, given: Sequence[Any]) -> Any:
-    """Return values of one of the classes here. given: begin with them as `flat` has them."""
     count = len(ForwardValues._fields)
     own = ForwardValues(*given[:count])
     return own if kind is ForwardValues else kind(own, given[count])
 
 
 def forward_arguments(given: Sequence[Any]) -> tuple[ForwardTensors, ForwardValues]:
-    """Return the arguments of a forward's operator by name."""
     count = len(ForwardTensors._fields)
     return ForwardTensors(*given[:count]), values_of(ForwardValues, given[count:])
 
 
 def backward_arguments(given: Sequence[Any]) -> tuple[BackwardTensors, BackwardValues]:
-    """Return the arguments of the backward's operator by name."""
     count = len(BackwardTensors._fields)
     return BackwardTensors(*given[:count]), values_of(BackwardValues, given[count:])
 
 
 def cache_arguments(given: Sequence[Any]) -> tuple[CacheTensors, CacheValues]:
-    """Return the arguments of the operator of a KV cache by name."""
     count = len(CacheTensors._fields)
     return CacheTensors(*given[:count]), values_of(CacheValues, given[count:])
 

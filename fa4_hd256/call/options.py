@@ -25,7 +25,6 @@ _BEYOND = 1 << 40
 
 
 def plain(value: Any) -> Any:
-    """Return a scalar of NumPy as Python's, anything else as it is."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -66,7 +65,6 @@ LARGEST_SCALE = 1e6
 
 
 def check_options(softmax_scale: float, softcap: float) -> None:
-    """Raise ValueError for a number out of range."""
     if not abs(softmax_scale) <= LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {softmax_scale}; accepted: any number of up to {LARGEST_SCALE:g}, "
@@ -232,8 +230,7 @@ class Options:
     def of_operator(
         cls, values: ForwardValues, functions: tuple[FunctionClass | None, ...]
     ) -> Options:
-        """Make the options from an operator's arguments, whose window is `bounds`; functions:
-        score_mod and mask_mod."""
+        """Make the options from an operator's values; functions: score_mod and mask_mod."""
         sides = values.window_left, values.window_right
         left, right = (None if side == UNBOUNDED else side for side in sides)
         score_mod, mask_mod = functions

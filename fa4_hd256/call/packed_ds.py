@@ -98,8 +98,7 @@ def check_metadata(metadata: Any, causal: Any, window_size: Any, others: dict[st
 
 
 def check_begins(problem: BackwardProblem, ragged: dict[str, torch.Tensor]) -> None:
-    """Check `DS_BEGINS` of a backward: room for its tiles is given, and they are those of the
-    lengths if the call looks at these (`reads_contents`). Raises ValueError."""
+    """Raise ValueError unless `DS_BEGINS` has room, and is of the lengths if these are read."""
     if DS_BEGINS not in ragged:
         return
     if problem.listed_tiles <= 0:

@@ -86,13 +86,10 @@ def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _splits_of(steps: torch.Tensor, of_split: torch.Tensor) -> torch.Tensor:
-    """Return how many splits each sequence fills; one also without any key."""
     return ((steps + of_split - 1) // of_split).clamp(min=1)
 
 
 def _words(starts: torch.Tensor, counts: torch.Tensor, room: int) -> torch.Tensor:
-    """Return (room,) words of the splits of sequences. starts: number of the first split of each.
-    counts: splits of each."""
     places = torch.arange(room, device=starts.device)
     sequence = torch.searchsorted(starts[1:], places, right=True)
     is_used = places < starts[-1]

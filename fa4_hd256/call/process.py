@@ -47,8 +47,7 @@ def is_intercepted() -> bool:
 
 
 def is_stood_in() -> bool:
-    """Return True if tensors that are made now may be stand-ins: of a graph that is traced, a mode,
-    or a transform of torch.func."""
+    """Return True if new tensors may be stand-ins: of a graph, a mode, or torch.func."""
     return bool(_is_compiling() or dispatch_modes() or transform() is not None)
 
 
@@ -90,16 +89,14 @@ def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
 
 
 def may_have_gradients(tensors: Iterable[Any]) -> bool:
-    """Return True if gradients may be requested of tensors inside vmap, where requires_grad reads
-    False whatever they require outside."""
+    """Return True if gradients may be requested inside vmap, where requires_grad reads False."""
     if _is_compiling() or not torch.is_grad_enabled():
         return False
     return any(isinstance(tensor, torch.Tensor) and is_wrapped(tensor) for tensor in tensors)
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError for forward-mode gradients, which an operator drops in silence.
-    tensors: of a call."""
+    """Raise NotImplementedError for forward-mode gradients, which an operator would drop."""
     if _is_compiling() or forward_ad._current_level < 0:
         return
     for tensor in tensors:

@@ -46,7 +46,6 @@ def rounded_tiles(count: int) -> int:
 
 
 def count_mask_tiles(rows: int) -> int:
-    """Tiles of so many queries, or keys."""
     return -(-rows // MASK_TILE)
 
 
@@ -162,7 +161,6 @@ class TileMask:
 
     @property
     def in_bits(self) -> TileMask:
-        """Return the same mask, which has bits, with a tile of bits for each that is not empty."""
         return self._once(self._masks, "in bits", self._in_bits)
 
     def _in_bits(self) -> TileMask:
@@ -179,7 +177,6 @@ class TileMask:
 
     @property
     def lists(self) -> TileMask:
-        """Return the same tiles without bits."""
         if self.bits is None:
             return self
         return self._once(
@@ -187,8 +184,7 @@ class TileMask:
         )
 
     def _once(self, cache: dict[Any, Made], kind: Any, make: Callable[[], Made]) -> Made:
-        """Return what `make` makes of this mask, of this kind; once, where that may serve all its
-        calls."""
+        """Return what `make` makes of this mask; once, where that may serve all its calls."""
         cached = cache.get(kind)
         if cached is None:
             cached = make()
@@ -249,13 +245,11 @@ class TileMask:
 
     @property
     def is_countable(self) -> bool:
-        """Return True if `count_listed` counts: on a GPU of large masks alone, and of none made in
-        a capture."""
+        """Return True if `count_listed` counts: not in a capture; on a GPU large masks alone."""
         return not self._is_captured and (self.device.type == "cpu" or self.is_large)
 
     def count_listed(self) -> None:
-        """Learn `listed_tiles`, as `blocks` has them, rounded up, where that `is_countable`; a GPU
-        is waited for once. Of other masks there is room for all."""
+        """Learn `listed_tiles`, rounded up, where that `is_countable`; waits for a GPU once."""
         if self.listed_tiles or not self.is_countable:
             return
         written = self.blocks[:, 0, : count_blocks(self.lengths[1]), 0, WRITTEN]
@@ -264,7 +258,6 @@ class TileMask:
 
     @property
     def key_bits(self) -> torch.Tensor | None:
-        """`bits` with queries and keys exchanged."""
         if self.bits is None:
             return None
         bits = self.bits
@@ -306,15 +299,13 @@ class TileMask:
         return TileMask.of(lengths, kinds, evaluate, self.of_first)
 
     def met(self, queries: range, keys: range) -> torch.Tensor:
-        """Return the `tiles` that hold some of these queries and keys."""
         (top, bottom), (left, right) = (
             (rows.start // MASK_TILE, count_mask_tiles(rows.stop)) for rows in (queries, keys)
         )
         return self.tiles[:, :, top:bottom, left:right]
 
     def units(self, rows: int) -> tuple[tuple[bool, ...], ...]:
-        """Return, for each `rows` queries and each `rows` keys, whether tiles that they meet are
-        not empty. Waits for the device, once. rows: divides both lengths."""
+        """Return which `rows` queries and `rows` keys meet a tile that is not empty. Waits once."""
         if rows not in self._units:
             is_met = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
             for length in self.lengths:
@@ -384,7 +375,6 @@ def _no_bits(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _exchanged(bits: torch.Tensor) -> torch.Tensor:
-    """Tiles of bits with queries and keys exchanged."""
     columns = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
     exchanged = torch.empty_like(bits)
     for chosen in _chunks(len(exchanged), bits.device):
@@ -409,7 +399,6 @@ def _with_end(lengths: tuple[int, int], kinds: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(count: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of tiles that are worked on at once."""
     size = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
     return (slice(start, start + size) for start in range(0, count, size))
 
@@ -439,7 +428,6 @@ def _evaluated(
 
 
 def _packed(seen: torch.Tensor) -> torch.Tensor:
-    """Tiles of bits of (n, 128, 128) bool."""
     weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
     words = seen.unflatten(-1, (BIT_WORDS, WORD_BITS)) * weights
     return words.sum(-1, dtype=torch.int32)
@@ -510,8 +498,7 @@ def shape_of_queries(
 
 
 def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.Tensor:
-    """Return the lists of some queries in `TileMask.blocks` of so many keys; the queries begin with
-    a block and end with one, or with all queries."""
+    """Return the lists of a range of queries in `TileMask.blocks`; it begins with a block."""
     blocks_k, first, limit = map(count_blocks, (keys, queries.start, queries.stop))
     begin, most = BLOCK_TILES * first, BLOCK_TILES * (limit - first)
     shape = shape_of_queries(blocks.shape, keys, queries)

@@ -51,7 +51,6 @@ def tree_words(tree_mask: Any) -> torch.Tensor:
 
 
 def is_wide(words: torch.Tensor | None) -> bool:
-    """Return True for words of 64 bits."""
     return words is not None and words.dtype == torch.int64
 
 

@@ -82,19 +82,16 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
 
 
 def _options() -> Options:
-    """Causal attention, otherwise the defaults of `flash_attn_func`."""
     return Options.check(None, True, (None, None), 0.0, forward_use_clc(None, True))
 
 
 def _pattern_share(config: Any) -> float:
-    """Return the share of a row's score elements that take the polynomial exp2, in whole
-    fragments."""
+    """Return the share of a row's scores that take the polynomial exp2, in whole fragments."""
     fragments = -(-config.block_kv // FRAGMENT_COLUMNS)
     return float(config.ex2_pattern.true_share(fragments * FRAGMENT_COLUMNS))
 
 
 def _emulation(kernel: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the number of score elements, and the share that the polynomial exp2 computed."""
     scores = config.score_elements(kernel["products"])
     return {"score_elements": scores, "emulated_share": (scores - kernel["mufu_ex2"]) / scores}
 
@@ -151,7 +148,6 @@ def _run(
 
 
 def _resources(spec: KernelSpec, compiled: CompiledKernel) -> dict[str, Any]:
-    """Return the registers and the memory of a kernel. A kernel without a plan plans no memory."""
     plan = getattr(spec.config, "plan", spec.config)
     smem, tmem = getattr(plan, "smem", None), getattr(plan, "tmem", None)
     usage = resource_usage(compiled.cubin)
@@ -165,7 +161,6 @@ def _resources(spec: KernelSpec, compiled: CompiledKernel) -> dict[str, Any]:
 
 
 def _executed(reports: list[Any]) -> dict[str, Any]:
-    """Return what the launches of a kernel executed, from the simulator's reports."""
     first = reports[0]
     instructions: dict[str, int] = {}
     for report in reports:
@@ -184,7 +179,6 @@ def _executed(reports: list[Any]) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the result as the demo prints it."""
     shape, backward, is_simulated = result["shape"], result["backward"], "grid" in result
     compiled = f": the compiled {result['target']} kernel" if is_simulated else ""
     executed = []

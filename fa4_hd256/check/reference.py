@@ -50,7 +50,6 @@ class AttentionOptions:
         return left, 0 if self.causal else right
 
     def masked(self, batch: int, head: int) -> torch.Tensor | None:
-        """Return (seqlen_q, seqlen_k) of `mask`."""
         if self.mask is None:
             return None
         batches, heads = self.mask.shape[:2]
@@ -130,8 +129,7 @@ def attention(
 
 
 def max_logits(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the greatest visible logit of each query head, (heads,) in float64: -inf for a head
-    whose queries see no key. Sinks do not count. Arguments are those of `attention`."""
+    """Return the greatest visible logit of each query head, float64 (heads,); -inf for none."""
     chosen = AttentionOptions(**options)
     batch, seqlen_q, heads, _ = q.shape
     largest = torch.full((heads,), -math.inf, dtype=torch.float64)
@@ -248,8 +246,7 @@ def _same_dtype(
     rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `same_dtype_pytorch`; lse in float32. rounded: what becomes of the
-    probabilities of the keys, None for rounding to the dtype of q."""
+    """Return (out, lse) of `same_dtype_pytorch`. rounded: rounds the probabilities, None: as q."""
     chosen = AttentionOptions(**options)
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     heads_first = [t.cpu().transpose(1, 2) for t in (q, k, v)]
@@ -303,7 +300,6 @@ def same_dtype_gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of `same_dtype_pytorch` by autograd; their errors set the tolerances."""
     given = [options.pop(name, None) for name in _OPTIONAL]
     leaves = tuple(None if tensor is None else tensor.cpu() for tensor in (*inputs, *given))
     return _differentiate(_same_dtype, leaves, dout.cpu(), dlse, options)
@@ -320,8 +316,7 @@ def _differentiate(
     dlse: torch.Tensor | None,
     options: dict,
 ) -> dict[str, torch.Tensor]:
-    """Return gradients of function(q, k, v, of `_OPTIONAL`) = (out, lse) by autograd. leaves: in
-    this order, None for those not given."""
+    """Return the gradients of function(leaves) = (out, lse); a leaf may be None."""
     names = ("q", "k", "v", "sink", "out_gate")
     inputs = {
         name: tensor.detach().clone().requires_grad_()
@@ -353,7 +348,6 @@ class Errors:
 
     @property
     def tolerance(self) -> float:
-        """The largest error accepted: twice PyTorch's own and twice the rounding of the result."""
         return 2 * self.pytorch_max_error + 2 * self.rounding
 
     @classmethod
@@ -373,16 +367,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Comparison(Errors):
-    """Errors of (out, lse). lse_max_error: absolute, in nats; infinite if infinities of lse are in
-    other places than the reference's."""
+    """Errors of (out, lse). lse_max_error: absolute, nats; infinite if infinities differ."""
 
     lse_max_error: float
 
 
 @dataclass(frozen=True)
 class GradientComparison(Errors):
-    """Errors of one gradient. cancellation: what float32 leaves where the true gradient of a score
-    vanishes; see `cancellation_errors`."""
+    """Errors of one gradient. cancellation: see `cancellation_errors`."""
 
     cancellation: float
 
@@ -402,8 +394,7 @@ class Expected:
     @classmethod
     @torch.no_grad()
     def of(cls, inputs: tuple[torch.Tensor, ...], **options: Any) -> Expected:
-        """Return the reference for inputs (q, k, v); options: those of `attention`. k and v may be
-        dequantised, in float64: plain PyTorch then has them in the dtype of q."""
+        """Return the reference; options: of `attention`. k and v may be dequantised, in float64."""
         q, k, v = inputs
         out, lse = attention(q, k, v, **options)
         pytorch = same_dtype_pytorch(q, k.to(q.dtype), v.to(q.dtype), **options)
@@ -430,7 +421,6 @@ class Expected:
 def compare(
     out: torch.Tensor, lse: torch.Tensor, inputs: tuple[torch.Tensor, ...], **options: Any
 ) -> Comparison:
-    """Compare (out, lse) for inputs (q, k, v) with the reference. options: those of `attention`."""
     return Expected.of(inputs, **options).compare(out, lse)
 
 
@@ -449,8 +439,7 @@ def _lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class ExpectedGradients:
-    """Reference gradients for some inputs, named as by `gradients`, and the errors from which the
-    tolerances are derived."""
+    """Reference gradients by name, and the errors that set the tolerances."""
 
     exact: dict[str, torch.Tensor]
     pytorch_max_error: dict[str, float]
@@ -464,14 +453,12 @@ class ExpectedGradients:
         dlse: torch.Tensor | None = None,
         **options: Any,
     ) -> ExpectedGradients:
-        """Arguments are those of `gradients`."""
         exact = gradients(inputs, dout, dlse, **options)
         pytorch = same_dtype_gradients(inputs, dout, dlse, **options)
         errors = {name: _largest(pytorch[name].double() - exact[name]) for name in exact}
         return cls(exact, errors, cancellation_errors(inputs, dout, **options))
 
     def compare(self, found: dict[str, torch.Tensor]) -> dict[str, GradientComparison]:
-        """Compare the gradients that are present."""
         return {
             name: GradientComparison.of(
                 tensor,

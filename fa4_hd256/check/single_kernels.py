@@ -42,8 +42,7 @@ def launch_forward(
 def run_backward(
     tensors: BackwardTensors, problem: BackwardProblem, wanted: Wanted, config: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Return (dq, dk, dv, dsink, dgate), shaped and typed like q, k, v, sink and out_gate; empty
-    where not requested."""
+    """Return (dq, dk, dv, dsink, dgate); empty where not requested."""
     plan = plan_backward(BackwardWork(tensors, problem, wanted, config), tensors)
     return or_empty(execute(plan, tensors), tensors)
 
@@ -71,8 +70,7 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
 
 
 def launch_values(arguments: tuple[Any, ...], stream: int = 0) -> tuple[Any, ...]:
-    """Return what a compiled function is called with. arguments: of `run.arguments`, with tensors
-    in the place of all views but the scheduler's counter."""
+    """Return what a compiled function gets for `arguments` with tensors in place of views."""
 
     def value(slot: Any) -> Any:
         counter = tile_counter(torch.device("cpu"), stream) if isinstance(slot, View) else slot
@@ -94,7 +92,6 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
 
 
 def empty_stats(problem: BackwardProblem) -> torch.Tensor:
-    """Return statistics of the rows to write to, as calls make them."""
     builder = PlanBuilder(problem.forward.device, {})
     (allocation,) = builder.plan(stats_view(builder, problem, are_summed=True)).allocations
     return new_tensor(allocation, problem.forward.device)

@@ -237,7 +237,6 @@ _OF_CACHE = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "ca
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that all of our functions take."""
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],

@@ -242,7 +242,6 @@ def get_scheduler_metadata(
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that all of our functions take."""
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],

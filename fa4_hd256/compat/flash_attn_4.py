@@ -149,7 +149,6 @@ def _options(
     arguments: dict[str, Any],
     offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> dict[str, Any]:
-    """Return the options that dense and packed calls of our functions take."""
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],
@@ -166,7 +165,6 @@ def _options(
 
 
 def window_of(window_size: Window) -> Window:
-    """Return a window of flash-attn-4 as our functions take it."""
     left, right = window_size
     if left is not None and right is not None and left < 0 and right < 0:
         return None, None
@@ -175,7 +173,6 @@ def window_of(window_size: Window) -> Window:
 
 
 def _masks(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return block_mask and mask_mod of our function. They replace causal and window_size."""
     q, k, mask_mod = arguments["q"], arguments["k"], arguments["mask_mod"]
     lengths = q.shape[1], k.shape[1]
     left, right = window_of(arguments["window_size"])

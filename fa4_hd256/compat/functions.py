@@ -47,8 +47,7 @@ WORD = 32
 
 
 class SequenceLengths(NamedTuple):
-    """Fields of `seqlen_info` that functions read, Int32: the lengths of a sequence, and where its
-    packed rows begin."""
+    """Fields of `seqlen_info`, Int32: lengths of a sequence, and where its packed rows begin."""
 
     seqlen_q: Any
     seqlen_k: Any
@@ -223,7 +222,6 @@ def _check(name: str, function: Any) -> None:
 
 
 def _tensors_of(aux_tensors: Any) -> tuple[torch.Tensor, ...]:
-    """Return aux_tensors as kernels read them."""
     return tuple(
         tensor.to(COPIED[tensor.dtype])
         if isinstance(tensor, torch.Tensor) and tensor.dtype in COPIED
@@ -255,7 +253,6 @@ def _made(scalars: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
 
 
 def _vector(value: Any, dtype: Any) -> Any:
-    """Return a vector of one value."""
     found = cute.make_rmem_tensor(1, dtype)
     found[0] = dtype(value)
     return found.load()
@@ -275,7 +272,6 @@ def _first(value: Any) -> Any:
 
 
 def _bit_of(words: Any, number: Any) -> Any:
-    """Return a bit of the words of a vectorised mask_mod."""
     word = Uint32(words[0])
     for i in range(1, cute.size(words.shape)):
         word = cutlass.select_(number >= i * WORD, Uint32(words[i]), word)

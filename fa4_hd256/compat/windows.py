@@ -10,14 +10,12 @@ from ..kernels.mask.windows import Window
 
 
 def window_of(window_size: Any) -> Window:
-    """Return a window of flash-attention 2 and 3, where any negative number is unbounded, as our
-    functions take it."""
+    """Return a window of flash-attention 2 or 3, where negative means unbounded, as ours."""
     left, right = (int(side) for side in window_size)
     return None if left < 0 else left, None if right < 0 else right
 
 
 def seen_in_window(ahead: torch.Tensor, window: Window) -> torch.Tensor:
-    """Return True where a query sees a key. ahead: the key's position less the query's."""
     left, right = window
     seen = torch.ones_like(ahead, dtype=torch.bool)
     if left is not None:

@@ -24,8 +24,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def cuda_gpu(device: torch.device) -> Gpu:
-    """Return the figures of a CUDA device, which are queried once. Raises ValueError for a device
-    that holds no CTA pair."""
+    """Return a CUDA device's figures, cached. Raises ValueError if it holds no CTA pair."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _cuda_gpu(index)
 

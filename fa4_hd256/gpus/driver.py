@@ -20,7 +20,6 @@ class DriverError(RuntimeError):
 
 
 def _checked(name: str, *arguments: Any) -> Any:
-    """Return the result of a driver call. Raises DriverError if it fails."""
     try:
         status, *results = getattr(cuda, name)(*arguments)
     except RuntimeError as error:  # no driver at all
@@ -67,7 +66,6 @@ def resident_pairs(index: int) -> int:
 
 
 def _launch_of_pair(shared: int) -> Any:
-    """Return the launch of one CTA pair. shared: bytes of each CTA."""
     pair = cuda.CUlaunchAttribute()
     pair.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = cuda.CUlaunchAttributeValue()
@@ -81,8 +79,7 @@ def _launch_of_pair(shared: int) -> Any:
 
 
 def hbm_bytes_per_second(index: int) -> float:
-    """Return the rate of the device's memory: two transfers per clock over its bus. Returns 0 where
-    the driver does not tell the clock. Raises DriverError."""
+    """Return the memory's bytes per second, 0 if the driver tells no clock. Raises DriverError."""
     with _context(index) as device:
         kilohertz = _attribute(device, "MEMORY_CLOCK_RATE")
         return 2e3 * kilohertz * _attribute(device, "GLOBAL_MEMORY_BUS_WIDTH") / 8

@@ -19,12 +19,10 @@ FAMILY = {
 
 
 def of_capability(capability: tuple[int, int]) -> Architecture | None:
-    """Return the architecture whose kernels run on GPUs of this compute capability, or None."""
     return next((one for one in ARCHITECTURES if tuple(capability) in one.gpus), None)
 
 
 def describe_family() -> str:
-    """Name the accepted GPUs: "B200 or GB200 (compute capability 10.0), ..."."""
     return ", ".join(architecture.describe() for architecture in ARCHITECTURES)
 
 
@@ -49,7 +47,6 @@ class Gpu:
             )
 
     def describe(self) -> str:
-        """Return all figures in one line."""
         return (
             f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_clusters(2)} in a "
             f"static grid, L2 {self.l2_bytes / 1e6:.1f} MB, HBM "
@@ -64,18 +61,15 @@ class Gpu:
 
     @property
     def l2_bytes_for_tiles(self) -> int:
-        """Half of L2, for what the tiles of a section share. It is rounded to 4 MiB: lengths that
-        are powers of two then fill it, though a GPU has somewhat less (126.5 MB)."""
+        """Half of L2, rounded to 4 MiB, for the tiles of a section."""
         step = 4 << 20
         return max(1, round(self.l2_bytes / 2 / step)) * step
 
     def clusters(self, size: int) -> int:
-        """Return how many clusters of 1 or 2 CTAs, one CTA per SM, the GPU holds at once."""
         return {1: self.sms, 2: self.pairs}[size]
 
     def grid_clusters(self, size: int) -> int:
-        """Return the clusters of a static grid: all but those left to other kernels
-        (RESERVED_SMS). size: CTAs of a cluster."""
+        """Return the clusters of a static grid: all but those of RESERVED_SMS."""
         reserved = environment.reserved_sms()
         if reserved >= self.sms:
             raise ValueError(

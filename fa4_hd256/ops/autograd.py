@@ -45,8 +45,7 @@ _optional = operator.itemgetter(
     schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> ({', '.join(['Tensor'] * 5)})",
 )
 def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return (dq, dk, dv, dsink, dgate) of the fields of `BackwardTensors` and `BackwardValues`;
-    those that are not wanted are empty. Bitwise the same for the same arguments."""
+    """Return (dq, dk, dv, dsink, dgate), deterministic; those not wanted are empty."""
     tensors, values = backward_arguments(arguments)
     values = values._replace(wanted=tuple(values.wanted))
     return or_empty(plans.within(_BACKWARD, tensors, flat(values)), tensors)
@@ -113,8 +112,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 
 def listed_tiles_of(mask: TileMask) -> int:
-    """`TileMask.listed_tiles`, which are counted now if they are not yet; but not where a call may
-    mean something else, or in a CUDA graph's capture: there the host has no numbers to read."""
+    """`TileMask.listed_tiles`, counted now unless the host has no numbers to read."""
     if mask.is_countable and not (
         mask.listed_tiles or is_intercepted() or is_captured(mask.device)
     ):
@@ -125,8 +123,7 @@ def listed_tiles_of(mask: TileMask) -> int:
 def save(
     ctx: Any, tensors: Sequence[Any], values: ForwardValues, results: tuple[torch.Tensor, ...]
 ) -> None:
-    """Keep what `gradients_of` needs of a forward. tensors: begin with the fields of
-    `ForwardTensors`. results: out, lse, others without gradients."""
+    """Keep what `gradients_of` needs. tensors: as `ForwardTensors`. results: out, lse, others."""
     ctx.save_for_backward(*BackwardTensors.kept(tensors, results[0], results[1]))
     ctx.values = values
     if len(results) > 2:
@@ -156,8 +153,7 @@ def _of_saved(
     of_results: tuple[torch.Tensor | None, ...],
     compute: Callable[..., tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return `gradients_of` of what `save` has kept: tensors and values. of_results: dout and
-    dlse, one of them None or none."""
+    """Return `gradients_of` of saved tensors and values. of_results: dout and dlse, or None."""
     (tensors, values), (dout, dlse) = saved, of_results
     if dout is None:
         out = tensors[_OUT]
@@ -211,7 +207,6 @@ def _joined(
 def gradients(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the arguments of `forward`; None for those not requested."""
     needed = ctx.needs_input_grad[:DIFFERENTIABLE]
     others = len(ctx.needs_input_grad) - DIFFERENTIABLE
     return *gradients_of(ctx, needed, dout, dlse), *[None] * others

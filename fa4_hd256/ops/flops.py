@@ -93,8 +93,7 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _lengths(offsets: Any, used: Any, batch: int, rows: int) -> list[int]:
-    """Return the lengths of sequences; what is not to be read, as under fake tensors, counts as all
-    rows, packed sequences then as one."""
+    """Return the lengths of sequences, all rows where they cannot be read (fake tensors)."""
     if offsets is not None:
         read = _numbers(offsets)
         lengths = [rows] if read is None else np.diff(read).tolist()
@@ -107,7 +106,6 @@ def _lengths(offsets: Any, used: Any, batch: int, rows: int) -> list[int]:
 
 
 def _numbers(tensor: Any) -> Any:
-    """Return what a tensor holds, None where nothing is to be read."""
     if tensor is None or type(tensor) is not torch.Tensor or tensor.is_meta:
         return None
     with without_modes():
@@ -115,8 +113,7 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _listed_pairs(lists: Any, bits: Any, seqlen_q: int, by_queries: bool) -> int:
-    """Return the visible pairs of the tiles in lists (`kernels.mask.block_mask`, of the backward
-    `kernels.backward.block_mask`)."""
+    """Return the visible pairs of listed tiles (`kernels.mask.block_mask`, or the backward's)."""
     if lists is None:
         return 0
     tiles = -(-seqlen_q // MASK_TILE)
@@ -142,8 +139,7 @@ def _listed_pairs(lists: Any, bits: Any, seqlen_q: int, by_queries: bool) -> int
 
 
 def register_when_counted() -> None:
-    """Register the formulas with PyTorch's counter, now or when that is imported: it imports
-    Triton, which takes long."""
+    """Register the formulas once PyTorch's counter is imported, which takes long (Triton)."""
     if _COUNTER in sys.modules:
         _register()
     else:

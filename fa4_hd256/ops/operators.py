@@ -41,8 +41,7 @@ _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
     f"{NAMESPACE}::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
 def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
-    sequences with a batch of 1."""
+    """Return (out, lse); tensors 4-D, packed sequences with a batch of 1."""
     tensors, values = forward_arguments(arguments)
     out, lse = plans.within(_BODY_FORWARD, (*tensors, None), values)
     return out, lse
@@ -78,8 +77,7 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 def forward_max_logits(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
-    without a gradient."""
+    """Return (out, lse, max_logits); max_logits: (heads,) float32, without a gradient."""
     tensors, values = forward_arguments(arguments)
     out, lse, max_logits = plans.within(_BODY_MAXIMA, (*tensors, None), values)
     return out, lse, max_logits
@@ -118,8 +116,7 @@ def _(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
     schema=f"({schema_of(CacheTensors, CacheValues, written=WRITTEN)}) -> Tensor",
 )
 def forward_kvcache(*arguments: Any) -> torch.Tensor:
-    """Write new rows to the caches and the result of the attention over all rows to out; return its
-    lse. arguments: the fields of `CacheTensors`, then those of `CacheValues`."""
+    """Write new rows to the caches, and the attention's result to out; return its lse."""
     tensors, values = cache_arguments(arguments)
     check_memory(tensors)
     _, lse = plans.within(_BODY_KVCACHE, tensors, flat(values))
@@ -127,7 +124,6 @@ def forward_kvcache(*arguments: Any) -> torch.Tensor:
 
 
 def _resolve_cache_body(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
-    """Check the tensors of `forward_kvcache`: the `Kind.resolve` of its body."""
     check_cache_tensors(CacheTensors(*tensors))
     values: CacheValues = values_of(CacheValues, facts)
     return values

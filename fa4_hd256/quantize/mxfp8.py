@@ -234,7 +234,6 @@ def _check_rows(name: str, tensor: torch.Tensor, offsets: torch.Tensor | None) -
 def _check_scales(
     descale: torch.Tensor, padded: torch.Tensor, is_packed: bool, along_keys: bool
 ) -> None:
-    """Raise ValueError for scales that are not those of (batch, rows, heads, 256) codes."""
     batch, rows, heads, columns = padded.shape
     plane = (columns, rows // SCALE_BLOCK) if along_keys else (rows, columns // SCALE_BLOCK)
     accepted = (heads, *plane) if is_packed else (batch, heads, *plane)
@@ -246,7 +245,6 @@ def _check_scales(
 
 
 def _exponents(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of the scales of (.., 32) float32."""
     largest = blocks.abs().masked_fill(~blocks.isfinite(), 0.0).amax(-1)
     significand, exponent = torch.frexp(largest)
     found = exponent - EXPONENT + (significand > SIGNIFICAND).int()
@@ -289,8 +287,7 @@ def _from_atoms(descale: torch.Tensor, is_v: bool) -> torch.Tensor:
 def _padded(
     tensor: torch.Tensor, offsets: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (batch, rows, heads, 256) with whole atoms of rows, and where the rows of packed
-    sequences lie in them."""
+    """Return (batch, rows, heads, 256) in whole atoms, and where rows of packed sequences lie."""
     if offsets is None:
         more = -tensor.shape[1] % ATOM_ROWS
         return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, more)), None

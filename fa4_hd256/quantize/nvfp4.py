@@ -34,8 +34,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def nvfp4_global_scale(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 scalar with which the largest block scale of the tensor is 448, the largest
-    e4m3; 1 for a tensor of zeros. Elements that are NaN or infinite do not count."""
+    """Return the float32 scalar that makes the largest block scale of finite elements 448; or 1."""
     absolute = tensor.detach().float().abs()
     finite = absolute.masked_fill_(~absolute.isfinite(), 0.0)
     largest = finite.amax() if finite.numel() else finite.new_zeros(())
@@ -101,7 +100,6 @@ def dequantize_nvfp4(
 
 
 def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the global scale, by the dimensions of the block scales."""
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=tensor.device)
     if not ((scale > 0) & scale.isfinite()).all():
         raise ValueError("global_scale is not positive; accepted: finite numbers greater than 0")
@@ -120,8 +118,7 @@ def _checked(global_scale: torch.Tensor | float, tensor: torch.Tensor) -> torch.
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Return the codes of values, two in a byte of uint8, rounded to nearest even and kept within
-    6; NaN has that of 0."""
+    """Return uint8 of two codes each, rounded to nearest even, at most 6; NaN as 0."""
     absolute, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
     for midpoint, goes_up in E2M1_MIDPOINTS:
         codes += absolute >= midpoint if goes_up else absolute > midpoint

@@ -57,8 +57,7 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
 def append_class(
     views: Mapping[str, View], descale: str, interleaved: bool, ordered: bool
 ) -> AppendClass:
-    """Return what is compiled into the kernel that writes new rows. views: of its tensors, by name.
-    descale: whose scales K and V have. interleaved, ordered: as of `RotaryClass`."""
+    """Return the class of the kernel that writes new rows. views: of its tensors, by name."""
     dtype, kv_dtype, rotary = views["k"].dtype, views["k_cache"].dtype, None
     if "rotary_cos" in views:
         packed = "cu_seqlens_q" in views
@@ -106,13 +105,11 @@ def add_append(
 
 
 def _batched(view: View, packed: bool) -> View:
-    """Return packed rows with a batch of 1."""
     return view.unsqueeze(0) if packed else view
 
 
 def _elements(builder: PlanBuilder, view: View, own: AppendClass) -> View:
-    """Return K or V as the kernel takes it: CuTe DSL takes no tensor of single bytes from
-    PyTorch."""
+    """Return K or V as the kernel takes it: single bytes as a wider type."""
     view = builder.operand(view)
     return view.view(own.torch_type) if view.element_size() == 1 else view
 

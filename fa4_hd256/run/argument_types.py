@@ -103,7 +103,6 @@ def tensor_type(element_type: Any, rank: int, alignment: int) -> Any:
 
 
 def vector_type(element_type: Any) -> Any:
-    """A contiguous vector of dynamic length."""
     return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
 
 
@@ -122,12 +121,10 @@ TABLES = {
 
 
 def table_rank(name: str) -> int:
-    """Return the dimensions of a ragged tensor."""
     return TABLES[name][0] if name in TABLES else 1
 
 
 def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:
-    """Return the types of ragged tensors. wide_tree: as of `ProblemClass`."""
     return [_ragged_type(name, wide_tree) for name in names]
 
 
@@ -144,7 +141,6 @@ _FUNCTION_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
 
 
 def function_types(problem_class: ProblemClass) -> list[Any]:
-    """Return the types of the tensors that functions of a call read."""
     asked = problem_class.score_mod, problem_class.mask_mod
     forms = [form.split() for own in asked if own is not None for form in own.tensors]
     return [tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
@@ -156,7 +152,6 @@ def row_alignment(bits: int) -> int:
 
 
 def scalar_types(names: Sequence[str]) -> CallScalars | None:
-    """Return the scalars of a kernel by type, as `CallScalars.named` does."""
     types = {name: kind(1) for name, kind in CallScalars.kinds().items()}
     types["tile_counter"] = vector_type(cutlass.Int32)
     types["score_origin"] = ScoreOrigin(*(cutlass.Int32(1) for _ in ScoreOrigin._fields))
@@ -169,8 +164,7 @@ def scalar_types(names: Sequence[str]) -> CallScalars | None:
 def compile_arguments(
     problem_class: ProblemClass, scalars: Sequence[str], columns: bool = False
 ) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile`: types and alignments, no data.  scalars: names.
-    columns: with memory for V^T."""
+    """Return `cute.compile`'s arguments: types and alignments. columns: with memory for V^T."""
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
@@ -191,8 +185,6 @@ def compile_arguments(
 
 
 def gate_types(element_type: Any, form: str) -> list[Any]:
-    """Return the type of the gate of the result, none without one. form: as `out_gate` of
-    `ProblemClass`."""
     if not form:
         return []
     if form == GATE_OF_HEADS:
@@ -203,8 +195,6 @@ def gate_types(element_type: Any, form: str) -> list[Any]:
 def combine_compile_arguments(
     problem_class: CombineClass, scalars: Sequence[str], listed: bool = False
 ) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the combining kernel.  scalars: names.  listed:
-    splits are."""
     element = problem_class.element_type
     results = *_result_types(element), *gate_types(element, problem_class.out_gate)
     offsets = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
@@ -214,7 +204,6 @@ def combine_compile_arguments(
 
 
 def _result_types(element_type: Any) -> tuple[Any, ...]:
-    """Return (out, lse)."""
     out = tensor_type(element_type, 4, row_alignment(element_type.width))
     return out, tensor_type(cutlass.Float32, 3, alignment=4)
 
@@ -225,7 +214,6 @@ def _result_types(element_type: Any) -> tuple[Any, ...]:
 def preprocess_compile_arguments(
     problem_class: PreprocessClass, scalars: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the preprocess kernel.  scalars: names."""
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
     lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
@@ -239,7 +227,6 @@ def preprocess_compile_arguments(
 
 
 def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for the kernel that adds up parts of dK and dV."""
     parts, results = (
         tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
         for kind in (cutlass.Float32, element_type)
@@ -250,8 +237,7 @@ def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
 def gradient_compile_arguments(
     problem_class: GradientClass, results: tuple[str, ...], has_ds: bool, scalars: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
-    "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. scalars: names."""
+    """Return `cute.compile`'s arguments. results: of "dq", "dk", "dv". has_ds: dS is stored."""
     problem = problem_class.problem
     element = problem.element_type
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
@@ -275,7 +261,6 @@ def gradient_compile_arguments(
 
 
 def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile`."""
     element = own.element_type
     caches, rows = (tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in "kv") for _ in range(2))
     lengths, after, offsets = (vector_type(cutlass.Int32) for _ in range(3))
@@ -306,7 +291,6 @@ def _rotary_types(own: AppendClass) -> RotaryTables | None:
 
 
 def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
-    """Return the arguments of `cute.compile`."""
     offsets = {f"cu_seqlens_{side}": vector_type(cutlass.Int32) for side in own.sides}
     tensors = TailTensors(
         tuple(tensor_type(cutlass.Int32, 4, TMA_ALIGNMENT) for _ in own.results),

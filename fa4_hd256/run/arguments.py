@@ -66,8 +66,7 @@ def leaves(arguments: Any) -> Iterator[Any]:
 
 
 def mapped(arguments: Any, function: Callable[[Slot], Any]) -> Any:
-    """Return the nested arguments with `function` of each, in their order. Tuples keep their type,
-    and None stays."""
+    """Return the nested arguments with `function` of each; tuples keep their type."""
     if isinstance(arguments, tuple):
         parts = [mapped(part, function) for part in arguments]
         return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
@@ -82,8 +81,7 @@ LARGEST_LENGTH = (1 << 31) - 1
 
 
 def aligned_view(tensor: Any, alignment: int) -> Any:
-    """Return a view of a tensor for one that `tensor_type` or `vector_type` describes. Raises
-    RuntimeError for one that lies otherwise."""
+    """Return a tensor as `tensor_type` or `vector_type` describe it, RuntimeError if it is none."""
     if isinstance(tensor, View) and (
         tensor.data_ptr() % alignment or (tensor.shape[-1] > 1 and tensor.strides[-1] != 1)
     ):
@@ -92,7 +90,6 @@ def aligned_view(tensor: Any, alignment: int) -> Any:
 
 
 def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
-    """Return the values of a call's ragged tensors; vectors of other types may be among them."""
     return [
         gate_value(tensor)
         if name == OUT_GATE
@@ -102,22 +99,19 @@ def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
 
 
 def _alignment(name: str, rank: int) -> int:
-    """Return the bytes that rows of a tensor beside q, k and v are aligned to."""
     if name in BLOCK_SCALES or name in DESCALES and rank == SCALE_RANK:
         return TMA_ALIGNMENT
     return TABLES[name][1] if name in TABLES else WORD
 
 
 def gate_value(gate: Any) -> Any:
-    """The gate of a call, for one that `gate_types` describes."""
     return aligned_view(gate, TMA_ALIGNMENT if gate.ndim == 4 else gate.element_size())
 
 
 def call_scalars(
     own: Any, problem: Problem, gpu: Gpu, of_backward: BackwardProblem | None = None
 ) -> CallScalars | None:
-    """Return the scalars of one kernel of a call on a GPU.  own: its problem class, which names
-    them.  of_backward: a backward's, whose forward the problem is."""
+    """Return a kernel's scalars. of_backward: of a backward, whose forward the problem is."""
     options, backward = problem.options, of_backward
     scale, softcap = abs(options.softmax_scale), options.softcap
     of_softmax, of_scores = scale, 0.0
@@ -155,8 +149,7 @@ def call_scalars(
 
 @dataclass(frozen=True)
 class CallTensors:
-    """Views of the tensors of one call as the kernel may read them: `argument_types`, NOTE
-    [arguments of the forward]."""
+    """Views of a call's tensors as kernels may read them: NOTE [arguments of the forward]."""
 
     q: Any
     k: Any
@@ -169,7 +162,6 @@ class CallTensors:
 
 
 def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu) -> tuple[Any, ...]:
-    """The arguments of one call on a GPU."""
     q, k, v = (aligned_view(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results: tuple[Any, ...] = _results((tensors.out, tensors.lse))
     if tensors.row_maxima is not None:
@@ -188,8 +180,7 @@ def combine_call_arguments(
     lists: tuple[Any, ...],
     scalars: CallScalars | None,
 ) -> tuple[Any, ...]:
-    """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse),
-    of the results with the gate of out, if there is one. lists: those of listed parts."""
+    """Return the combining kernel's arguments; each (out, lse), of the results with out's gate."""
     listed = (tuple(aligned_view(t, 4) for t in lists),) if lists else ()
     made = *_results(results[:2]), *map(gate_value, results[2:])
     return _results(parts), made, *listed, scalars, STREAM

@@ -55,8 +55,6 @@ DO, DGATE = "do", "dgate"
 
 
 class Wanted(NamedTuple):
-    """Requested gradients; one kernel makes those of k and v."""
-
     dq: bool = True
     dkdv: bool = True
     dsink: bool = False
@@ -65,8 +63,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardWork:
-    """A described backward. tensors: packed ones with a batch of 1. config: of the architecture's
-    backward. wanted: gradients that the caller requests."""
+    """A described backward. tensors: 4-D. wanted: requested gradients."""
 
     tensors: BackwardTensors
     problem: BackwardProblem
@@ -75,8 +72,7 @@ class BackwardWork:
 
     @property
     def computed(self) -> Wanted:
-        """Gradients that kernels make: those requested, but under a block mask all of q, k and v,
-        since kernels of a single gradient cannot read its lists."""
+        """The gradients that kernels make: requested ones; under a block mask all, if any."""
         if is_masked(self.problem.forward.ragged):
             return self.wanted._replace(dq=True, dkdv=True)
         return self.wanted
@@ -116,8 +112,7 @@ def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
 
 
 def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
-    """Return the plan of a backward. given: the fields of `BackwardTensors`, packed sequences with
-    or without a batch of 1. Raises as `work_of` and `plan_backward` do."""
+    """Return the plan of a backward. Raises as `work_of` and `plan_backward` do."""
     tensors = BackwardTensors(*given)
     return plan_backward(work_of(tensors, values), tensors)
 
@@ -125,7 +120,6 @@ def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
 def or_empty(
     results: Sequence[torch.Tensor | None], tensors: BackwardTensors
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, the sink and the gate, empty tensors in place of None."""
     given = tensors.sink, tensors.out_gate
     optional = (tensors.q if one is None else one for one in given)
     like = tensors.q, tensors.k, tensors.v, *optional
@@ -191,8 +185,7 @@ def add_division(
 def smaller_plan(
     given: Sequence[Any], values: BackwardValues, plan: LaunchPlan
 ) -> LaunchPlan | None:
-    """Return the plan of the same backward with half of the dS at a time, and say so; None where
-    the call does not go with less. plan: that memory is too short for."""
+    """Return the plan with half of the dS at a time, and say so; None where less does not go."""
     tensors = BackwardTensors(*given)
     work, ds = work_of(tensors, values), plan.allocation(DS)
     taken = 0 if ds is None else math.prod(ds.shape) * ds.dtype.itemsize
@@ -216,8 +209,7 @@ def smaller_plan(
 def memory_of(
     builder: PlanBuilder, division: BackwardDivision, wanted: Wanted, has_batch: Mapping[str, bool]
 ) -> dict[str, View]:
-    """All that a backward needs beside its arguments, by name. has_batch: of q, k and v, as users
-    have them: their gradients are alike."""
+    """Allocate all that a backward needs beside arguments. has_batch: as users have q, k and v."""
     problem = division.problem
     forward = problem.forward
     made = {STATS: stats_view(builder, problem, wanted.dsink)}
@@ -253,8 +245,7 @@ def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: 
 
 
 def _of_gate(builder: PlanBuilder, problem: BackwardProblem, has_batch: bool) -> dict[str, View]:
-    """The gradient of O, before the gate, and that of the gate, by name. Rows of no sequence have
-    none."""
+    """Allocate the gradient of O before the gate, and the gate's. Rows of no sequence have none."""
     forward = problem.forward
     shape = forward.q_shape if forward.out_gate == GATE_OF_ELEMENTS else forward.q_shape[:3]
     is_zero = forward.ragged or problem.has_no_queries
@@ -271,7 +262,6 @@ def _leaves_keys(problem: BackwardProblem) -> bool:
 
 
 def _written(problem: BackwardProblem, name: str) -> str:
-    """Name of what a kernel writes for a gradient: the gradient, or its parts."""
     return f"{name} in parts" if problem.sums and name in OF_KEYS else name
 
 
@@ -297,7 +287,6 @@ def stats_view(builder: PlanBuilder, problem: BackwardProblem, are_summed: bool 
 def add_preprocess(
     builder: PlanBuilder, problem: BackwardProblem, tensors: PreprocessTensors
 ) -> None:
-    """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
     arguments = preprocess_call_arguments(tensors, problem, gpu_of(problem.forward.device))
     builder.launch(preprocess_spec(problem), arguments)
 
@@ -308,8 +297,7 @@ def add_gradients(
     chosen: tuple[Any, Gpu],
     tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
 ) -> None:
-    """Fill the gradients. tensors: operands in the order of `GradientTensors`, all views of the
-    call, what is made (`memory_of`)."""
+    """Fill the gradients. tensors: all views of the call, and what `memory_of` made."""
     (config, gpu), (operands, views, made) = chosen, tensors
     whole = division.problem
     specs = backward_specs(whole, config)
@@ -340,8 +328,7 @@ def add_gradients(
 
 
 def _of_other_lengths(problem: BackwardProblem, config: Any, results: set[str]) -> list[KernelSpec]:
-    """Return the kernels of dK and dV that packed sequences of other lengths take: query heads of
-    a group are divided where key tiles are few. results: the gradients that are requested."""
+    """Return the kernels of dK and dV that other lengths take: groups divided, or not."""
     can_divide = problem.group > problem.copies and not problem.adds
     if "cu_seqlens_k" not in problem.forward.ragged or not can_divide or "dk" not in results:
         return []
@@ -354,13 +341,11 @@ def _of_other_lengths(problem: BackwardProblem, config: Any, results: set[str]) 
 
 
 def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
-    """Return the kernels that make the gradients of a split backward."""
     return problem.kernels.stored if problem.keeps_ds else problem.kernels.recomputed
 
 
 def _scratch(builder: PlanBuilder, division: BackwardDivision) -> list[View]:
-    """Allocate the dK and dV that one kernel writes for a chunk, large enough for any chunk, where
-    these are added to those of the call; nothing where kernels write those of the call."""
+    """Allocate dK and dV of the largest chunk, where chunks are added to the call's."""
     whole = division.problem
     if not whole.adds:
         return []
@@ -412,8 +397,6 @@ def _add_kernel(
 
 
 def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
-    """Add the parts of each head to its total."""
-
     def add(totals: torch.Tensor, parts: torch.Tensor) -> None:
         own, heads = part.in_memory(parts), total.shape[2]
         total.in_memory(totals).add_(own.unflatten(2, (heads, -1)).sum(dim=3))
@@ -424,8 +407,7 @@ def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
 def results_of(
     builder: PlanBuilder, wanted: Wanted, made: Mapping[str, View], views: Mapping[str, View]
 ) -> tuple[View | None, ...]:
-    """Return (dq, dk, dv, dsink, dgate) from what the kernels wrote, those of k and v typed like q;
-    None for those not requested."""
+    """Return the requested of (dq, dk, dv, dsink, dgate), typed like their tensors, else None."""
     dk = dv = dsink = None
     if wanted.dkdv:
         dk, dv = (_rounded(builder, made[name], views["dout"].dtype) for name in OF_KEYS)

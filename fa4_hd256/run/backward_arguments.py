@@ -51,7 +51,6 @@ class PreprocessTensors:
 def preprocess_call_arguments(
     tensors: PreprocessTensors, problem: BackwardProblem, gpu: Gpu
 ) -> tuple[Any, ...]:
-    """The arguments of one call of the preprocess kernel."""
     rows = PreprocessRows(
         aligned_view(tensors.out, TMA_ALIGNMENT),
         aligned_view(tensors.dout, TMA_ALIGNMENT),
@@ -66,14 +65,12 @@ def preprocess_call_arguments(
 
 
 def sum_call_arguments(parts: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of one call of the kernel that adds up parts of dK and dV."""
     made = (tuple(aligned_view(t, SECTOR_BYTES) for t in pair) for pair in (parts, results))
     return *made, STREAM
 
 
 def _row_values(tensor: Any) -> Any:
-    """A tensor of one float per row. The dimension that is added has the static stride of 1, so
-    that all others may have any."""
+    """A tensor of one float per row, with a last stride of 1."""
     return aligned_view(tensor.unsqueeze(-1), WORD)
 
 
@@ -94,13 +91,11 @@ class GradientTensors:
     of_functions: tuple[Any, ...] = ()
 
     def of(self, chunk: Chunk, names: tuple[str, ...]) -> GradientTensors:
-        """Views of what belongs to a chunk but for its lists; its dS is the start of a
-        one-dimensional `ds`. names: of the results."""
+        """Views of a chunk but for its lists; dS is the start of a one-dimensional `ds`."""
         q, k = self.operands[:2]
         heads_kv, entries = k.shape[2], chunk.problem.forward.q_shape[0]
 
         def part(tensor: Any, heads: range, each: int, rows: range) -> Any:
-            """Narrow a tensor of (batch, rows, heads, 256)."""
             tensor = _narrowed(tensor, 2, heads, each)
             if entries < q.shape[0]:
                 tensor = _narrowed(tensor, 0, chunk.sequences)
@@ -110,7 +105,6 @@ class GradientTensors:
             return part(tensor, chunk.heads, 1, chunk.queries)
 
         def of_keys(tensor: Any) -> Any:
-            """Narrow a tensor with as many heads for each key/value head."""
             return part(tensor, chunk.heads_kv, tensor.shape[2] // heads_kv, chunk.keys)
 
         def scales_of(tensor: Any, like: Any, heads: range, rows: range) -> Any:
@@ -157,7 +151,6 @@ TABLE_RANK = 5
 
 
 def _narrowed(tensor: Any, dim: int, span: range, each: int = 1) -> Any:
-    """A view of `each` entries of a dimension for each one of the span."""
     return tensor.narrow(dim, span.start * each, len(span) * each)
 
 
@@ -169,7 +162,6 @@ def begin_of(room: Any, shape: tuple[int, ...]) -> Any:
 def gradient_call_arguments(
     tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu
 ) -> tuple[Any, ...]:
-    """The arguments of one call of such a kernel on a GPU."""
     forward = problem.forward
     names = (*forward.ragged, *forward.function_tensors)
     return (

@@ -19,7 +19,6 @@ from .kernel_cache import disk_cache
 
 
 def describe() -> str:
-    """Return environment variables, GPUs, caches and versions as text."""
     cache = disk_cache()
     caches = (
         f"{cache.contents} in {cache.directory}: {cache.state()}",
@@ -60,7 +59,6 @@ def _gpus() -> str:
 
 
 def has_driver() -> bool:
-    """Return True if the machine has, or should have, a GPU of NVIDIA's."""
     nodes = ("/dev/nvidiactl", "/dev/dxg")  # the second one under WSL
     return any(map(os.path.exists, nodes)) or shutil.which("nvidia-smi") is not None
 
@@ -79,7 +77,6 @@ def _prebuilt_state() -> str:
 
 
 def _simulator_state() -> str:
-    """Return two lines: the simulator's version, and its translated kernels."""
     try:
         sm100_sim = simulator()
         return f"sm100_sim {sm100_sim.__version__}\n{sm100_sim.cache_state()}"

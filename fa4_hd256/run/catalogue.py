@@ -59,12 +59,10 @@ class KernelSpec:
 
     @property
     def kernels(self) -> KernelSet:
-        """Return the kernels of the architecture."""
         return kernels_of(self.architecture)
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Return the names of the `CallScalars` that the kernel gets."""
         return scalar_names(self.problem_class, self.kernels.counts_tiles)
 
 
@@ -82,13 +80,11 @@ class TuningKey(NamedTuple):
     gpu: str
 
     def config(self, keys: int) -> Any:
-        """Return the configuration of calls with so many keys in the longest sequence."""
         tuned = kernels_of(self.architecture).tuned
         return tuned(self.tiles, self.causal, keys, self.gpu, self.paged)
 
 
 def tuning_key(problem: Problem, gpu: str) -> TuningKey:
-    """Return the tuning key of a call on a GPU of these rows of the tuning table."""
     causal, paged = problem.options.window[1] is not None, problem.page_size is not None
     return TuningKey(problem.architecture, problem.tiles, causal, paged, gpu)
 
@@ -101,7 +97,6 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 
 
 def configured(problem: Problem, config: Any) -> KernelSpec:
-    """The forward's kernel in a configuration."""
     gathering = problem.kernels.gathering
     if problem.problem_class.gathers and gathering is not None:
         config = gathering(config)
@@ -111,7 +106,6 @@ def configured(problem: Problem, config: Any) -> KernelSpec:
 
 
 def combine_spec(problem: Problem) -> KernelSpec:
-    """Return the kernel that combines KV splits."""
     kernels = problem.kernels
     if problem.lists_splits:
         config = replace(kernels.combine.config, lane_parts=MOST_PARTS // WARP_SIZE)
@@ -153,10 +147,8 @@ def sum_spec(problem: BackwardProblem) -> KernelSpec:
 
 
 def append_spec(own: AppendClass, architecture: Architecture) -> KernelSpec:
-    """The kernel that writes new rows to a cache."""
     return KernelSpec("append_rows", AppendConfig(), own, architecture)
 
 
 def tail_spec(own: TailClass, problem: Problem) -> KernelSpec:
-    """The last kernel over packed results."""
     return KernelSpec("tail_rows", TailConfig(), own, problem.kernels.architecture)

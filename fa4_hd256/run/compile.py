@@ -130,7 +130,6 @@ class CompiledKernel:
 
     @property
     def execution_args(self) -> Any:
-        """Packs call arguments for the host code."""
         return self.function.execution_args
 
     @property
@@ -142,7 +141,6 @@ class CompiledKernel:
         return self.artifacts.CUBIN
 
     def dump_to_object(self, prefix: str) -> bytes:
-        """The host object. Its symbols carry `object_prefix`; raises ValueError for another."""
         if prefix != self.object_prefix:
             raise ValueError(
                 f"the host object's symbols start with {self.object_prefix!r}, not {prefix!r}"
@@ -182,7 +180,6 @@ def is_ready(spec: KernelSpec) -> bool:
 
 
 def forget() -> None:
-    """Empty the cache in memory; the one on disk stays."""
     with _lock:
         _memory.clear()
 
@@ -205,7 +202,6 @@ class MissingKernelError(RuntimeError):
 
 
 def build_command(spec: KernelSpec) -> str:
-    """Return the command that adds a kernel to the prebuilt directory in use."""
     place = prebuilt.active()
     words = ["python", "-m", "fa4_hd256", "build", "--kernel", name_of(spec)]
     words += ["--arch", family.target(spec.architecture)]
@@ -238,7 +234,6 @@ def _obtain(spec: KernelSpec) -> CompiledKernel:
 
 
 def is_capturing() -> bool:
-    """Return True if this thread's calls go into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

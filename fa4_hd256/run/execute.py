@@ -44,13 +44,11 @@ def execute(plan: LaunchPlan, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def addresses_of(tensors: Tensors) -> list[int]:
-    """Return the addresses of the tensors that are given."""
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 def prepare_others(specs: Sequence[KernelSpec], device: torch.device) -> None:
-    """Compile kernels that calls of other lengths may take, and load them into a device. Where
-    nothing may be compiled, load those that are there: a call that takes another one raises."""
+    """Load kernels of other lengths, compiled unless that is forbidden."""
     for spec in specs:
         try:
             kernel = compile_kernel(spec)
@@ -68,8 +66,7 @@ class Execution:
     """
 
     def __init__(self, plan: LaunchPlan, values: Any = None, written: tuple[int, ...] = ()) -> None:
-        """Compile and load the kernels, all before any is launched, and on a GPU those of other
-        lengths. Raises as `compile_kernel` does."""
+        """Load all kernels before any is launched. Raises as `compile_kernel` does."""
         self.plan, self.values, self.written = plan, values, written
         self.has_run = self.is_differentiable = False
         device = plan.device
@@ -106,8 +103,7 @@ class Execution:
     def run(
         self, tensors: Tensors, addresses: Sequence[int], only_first: bool = False
     ) -> tuple[Any, ...]:
-        """Run the plan and return its results. addresses: of the tensors that are given;
-        only_first: as of `plans.run`."""
+        """Return the plan's results. addresses: of given tensors; only_first: as of `plans.run`."""
         allocated = [new() for new in (self._make_only_first if only_first else self._make)]
         all_addresses = [*addresses, *[tensor.data_ptr() for tensor in allocated], *self._later]
         by_number: list[Any] = []
@@ -127,8 +123,7 @@ class Execution:
         return tuple([allocated[number] for number in self._in_made])
 
     def _run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
-        """Run the steps. where: the address of each tensor of `numbers`; by_number: the tensors
-        themselves, none where neither steps nor results need them (`_by_name`)."""
+        """Run the steps. where: addresses, by_number: tensors of `numbers`, none if not needed."""
         try:
             steps = self._free.pop()
         except IndexError:
@@ -140,7 +135,6 @@ class Execution:
         self.has_run = True
 
     def _new_steps(self) -> tuple[Any, ...]:
-        """Return the steps with packed arguments of their own."""
         return tuple(
             [
                 _OperationStep(step, self.numbers)
@@ -179,8 +173,6 @@ def _padded(content: bytes) -> bytes:
 
 
 class _Place(NamedTuple):
-    """Place of an address: a word, the number of the tensor, bytes from its address."""
-
     word: int
     number: int
     offset: int
@@ -230,8 +222,6 @@ class PackedArguments:
         words[self._stream] = stream
 
     def call(self, function: Callable[[int], Any], addresses: Sequence[int], stream: int) -> None:
-        """`write`, then call a kernel's host code. Raises as a call of the compiled function
-        does."""
         self.write(addresses, stream)
         function(self._address)
         status = self._words[self._status]
@@ -240,15 +230,13 @@ class PackedArguments:
 
 
 def _raise(status: int) -> NoReturn:
-    """Raise what a call of a compiled function does when its host code returns this status."""
     from cutlass.base_dsl.runtime import cuda as helpers
 
     raise helpers.create_cuda_runtime_error(status, helpers.cudart.cudaError_t)
 
 
 def check_convention(compiled: CompiledKernel, step: Launch) -> None:
-    """Compare, once for a kernel, this package's packing with CuTe DSL's own: of arguments like
-    those of a launch, whose tensors have one element. Raises RuntimeError where they differ."""
+    """Compare a kernel's packed arguments with CuTe DSL's own. Raises RuntimeError."""
     of_views: list[torch.Tensor] = []
     arguments = mapped(step.arguments, _small)
     values = mapped(arguments, lambda slot: value_of(_in_memory(slot, of_views)))
@@ -268,14 +256,12 @@ def check_convention(compiled: CompiledKernel, step: Launch) -> None:
 
 
 def _small(slot: Slot) -> Slot:
-    """Return a view of one element, and any other slot as it is."""
     if isinstance(slot, View):
         return View.contiguous(slot.name, (1,) * slot.ndim, slot.dtype)
     return slot
 
 
 def _in_memory(slot: Slot, of_views: list[torch.Tensor]) -> Slot | torch.Tensor:
-    """Return a tensor like a view, and any other slot as it is. of_views: gets the tensor."""
     if not isinstance(slot, View):
         return slot
     of_views.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
@@ -283,7 +269,6 @@ def _in_memory(slot: Slot, of_views: list[torch.Tensor]) -> Slot | torch.Tensor:
 
 
 def value_of(slot: Slot | torch.Tensor, stream: int = 0) -> Any:
-    """Return what a compiled function is called with: for a tensor, a number or the stream."""
     if isinstance(slot, torch.Tensor):
         described = from_dlpack(slot.detach(), assumed_align=slot.element_size())
         return described.mark_layout_dynamic(leading_dim=slot.ndim - 1)
@@ -346,7 +331,6 @@ class _LaunchStep(PackedArguments):
 
 
 def _extent(view: View, address: int) -> tuple[int, int, str]:
-    """Return (first byte, past the last one, name) of a view that is not empty."""
     begin, size = address + view.begin, view.element_size()
     last = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True))
     return begin, begin + (last + 1) * size, view.name
@@ -374,17 +358,14 @@ def maker(
 
 @functools.cache
 def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Nobody reads what it holds."""
     return made_to_keep(lambda: torch.empty((), dtype=dtype, device=device), device)
 
 
 def new_tensor(allocation: Allocation, device: torch.device) -> torch.Tensor:
-    """Return memory as a call makes it."""
     return _maker(allocation, device)()
 
 
 def _maker(allocation: Allocation, device: torch.device) -> Make:
-    """Return the maker of a call's memory."""
     size = math.prod(allocation.shape)
     is_zero = allocation.fills == ((0, size, 0.0),)
     make = maker(allocation.shape, allocation.dtype, device, is_zero)

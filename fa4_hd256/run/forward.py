@@ -149,8 +149,7 @@ def add_launches(
     gpu: Gpu,
     has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add the launches of a divided forward; return its results. problems: of `divide_forward`,
-    one for each launch. views, has_batch: as of `add_forward`."""
+    """Launch a divided forward; return its results. problems: of `divide_forward`."""
     last = problems[-1]
     results = result_views(builder, problems, views, has_batch)
     operands = {name: builder.operand(views[name]) for name in "qkv"}
@@ -275,7 +274,6 @@ def _out(
     fill: float | None,
     has_batch: bool,
 ) -> View:
-    """The first result: the caller's tensor, filled like a new one, or a new one."""
     if "out" not in views:
         return builder.result("out", shape, dtype, fill, has_batch)
     if fill is None and builder.device.type == "cpu":
@@ -287,7 +285,6 @@ def _out(
 
 
 def _split_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of O and of the LSE of all splits."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     entries = batch * problem.num_splits
     if problem.lists_splits:
@@ -309,7 +306,6 @@ def split_results(problem: Problem, both: Any) -> tuple[Any, Any]:
 
 
 def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -> tuple[View, ...]:
-    """Tensors of `problem.tables` as kernels read them."""
     found = []
     for name in problem.tables:
         view = views[name]
@@ -347,7 +343,6 @@ def _sink(builder: PlanBuilder, sink: View) -> View:
 def _finished(
     builder: PlanBuilder, problem: Problem, results: Mapping[str, View]
 ) -> tuple[View, ...]:
-    """The results that callers get."""
     found = results["out"], results["lse"]
     if not problem.options.max_logits:
         return found
@@ -360,8 +355,7 @@ def _finished(
 def _without_rows(
     builder: PlanBuilder, problem: Problem, views: Mapping[str, View], has_batch: bool
 ) -> tuple[View, ...]:
-    """Results of a call that launches nothing: without sequences all rows are behind the last
-    offset."""
+    """Return results without a launch: without sequences all rows are behind the last offset."""
     out = _out(builder, views, problem.q_shape, problem.dtype, 0.0, has_batch)
     lse = builder.result(
         "lse", problem.lse_shape, torch.float32, -math.inf, has_batch, Lifetime.UNREAD

@@ -7,7 +7,6 @@ from .native_cache import NativeCache
 
 
 def disk_cache() -> NativeCache:
-    """The kernels on disk."""
     return NativeCache(
         environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
     )

@@ -23,7 +23,6 @@ _CLASS = "class"
 
 
 def name_of(spec: KernelSpec) -> str:
-    """The text of a kernel."""
     return json.dumps(
         {
             "kind": spec.kind,
@@ -97,7 +96,6 @@ def _plain(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """Return the default of a field; the field itself, which equals no value, where it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:

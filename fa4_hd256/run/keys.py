@@ -86,8 +86,7 @@ def prebuilt_key(spec: KernelSpec) -> str:
 
 
 def direction_of(spec: KernelSpec) -> str:
-    """Return the direction whose sources a kernel is made of, one of `OTHER`: "forward",
-    "backward", "append" or "tail"."""
+    """Return one of `OTHER`: "forward", "backward", "append" or "tail"."""
     return spec.kind.partition("_")[0]
 
 
@@ -97,7 +96,6 @@ def lasts(spec: KernelSpec) -> bool:
 
 
 def _meanings(spec: KernelSpec) -> list[tuple[str | None, bool]]:
-    """Return `described_meaning` of the functions of users in a kernel."""
     asked = ((kind, getattr(spec.problem_class, kind.argument, None)) for kind in FUNCTION_KINDS)
     return [described_meaning(kind, given.key) for kind, given in asked if given is not None]
 
@@ -141,8 +139,6 @@ def _source_digest(direction: str, architecture: Architecture) -> str:
 
 @functools.cache
 def content_digest(direction: str, architecture: Architecture) -> str:
-    """Return the digest of the bytes of the sources of kernels of a direction and an
-    architecture."""
     digest = hashlib.sha256()
     for name, content in compiled_sources(direction, architecture):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -152,8 +148,7 @@ def content_digest(direction: str, architecture: Architecture) -> str:
 def compiled_sources(
     direction: str, architecture: Architecture, package: Path = Path(__file__).parents[1]
 ) -> list[tuple[str, bytes]]:
-    """Return (path below the package's folder, content) of the sources in `COMPILED_IN` that
-    kernels of a direction, the first word of their kind, and an architecture are made of."""
+    """Return (path, content) of `COMPILED_IN` for a direction and an architecture."""
     other = (*OTHER.get(direction, ()), PROOF)
     folders = tuple(f"kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture)
     paths: list[Path] = []

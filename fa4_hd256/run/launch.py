@@ -40,15 +40,13 @@ def host_function(compiled: CompiledKernel, device: torch.device) -> Callable[[i
 def simulate(
     compiled: CompiledKernel, addresses: Sequence[int], memory: list[tuple[int, int, str]]
 ) -> None:
-    """Run a kernel in the simulator. addresses: of its packed arguments; memory: (first byte, past
-    the last one, name) of all that it may touch."""
+    """Simulate a kernel. memory: (first byte, past the last one, name) of all it may touch."""
     with _progress() as report, simulated.simulated_device():
         simulated.simulator().launch_packed(compiled, addresses, memory, progress=report)
 
 
 def prepare(compiled: CompiledKernel, device: torch.device) -> None:
-    """Load a kernel into the process's GPUs, and make what launches on this device need beside it:
-    nothing of that is then left for a call in a captured graph. Nothing for the CPU."""
+    """Load a kernel into the process's GPUs before a capture; nothing for the CPU."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             with _every_gpu_can_take_it(device):
@@ -58,8 +56,7 @@ def prepare(compiled: CompiledKernel, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _every_gpu_can_take_it(device: torch.device) -> Iterator[None]:
-    """Say so where a launch may have failed for a GPU that it was not for: CuTe DSL loads a kernel
-    into every GPU that the process sees."""
+    """Name other GPUs in an error: CuTe DSL loads a kernel into all that the process sees."""
     try:
         yield
     except Exception as error:
@@ -81,8 +78,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def describe_gpus() -> str:
-    """Return, for a bug report, what kernels are compiled for, and the GPUs of the process, a line
-    each."""
+    """Return targets and GPUs of the process for a bug report, a line each."""
     lines = [f"kernels are compiled for {target(a)}: {a.describe()}" for a in ARCHITECTURES]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, capability = torch.cuda.get_device_name(index), _capability(index)
@@ -98,7 +94,6 @@ def describe_gpus() -> str:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A callback (clusters done, clusters in all) that draws a bar on stderr once a run is long."""
     if not environment.progress_wanted():
         yield None
         return

@@ -26,7 +26,6 @@ WANTED = Wanted()
 
 
 def config_of(name: str, device: Any) -> Any:
-    """Return the configuration of a name, the default one with the environment's ds_bytes."""
     kind = kernels_of(architecture_of(device)).config("mxfp8_backward")
     config = named_configs.decode(name, kind)
     ds_bytes = environment.ds_bytes()

@@ -56,8 +56,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Operation:
-    """Work of PyTorch's between launches. run: from the tensors named by `reads` to what gets the
-    name `result`; None where it writes in place."""
+    """Work of PyTorch's on tensors named by `reads`; its result is `result`, None in place."""
 
     what: str
     reads: tuple[str, ...]
@@ -71,15 +70,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of the catalogue, and its arguments: `Slot`s nested in tuples as the kernel takes
-    them, None for what it does not take."""
+    """A kernel and its arguments: nested `Slot`s, None for what it does not take."""
 
     spec: KernelSpec
     arguments: tuple[Any, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments in the order in which they are packed."""
         return tuple(leaves(self.arguments))
 
     @property
@@ -115,7 +112,6 @@ class LaunchPlan:
 
     @property
     def specs(self) -> tuple[KernelSpec, ...]:
-        """The kernels, each once, in the order of their first launch."""
         return tuple(dict.fromkeys(launch.spec for launch in self.launches))
 
     def allocation(self, name: str) -> Allocation | None:
@@ -130,13 +126,11 @@ class LaunchPlan:
 
 
 def whole(shape: Sequence[int], value: float) -> tuple[tuple[int, int, float], ...]:
-    """Return the `fills` of an `Allocation` that holds one value."""
     return ((0, math.prod(shape), value),)
 
 
 def aligned(views: Any) -> Any:
-    """Return nested views of a plan, all checked as `aligned_view` does: rows of tensors for TMA,
-    vectors and tables by their elements."""
+    """Return nested views, all checked as `aligned_view` does."""
 
     def checked(view: Any) -> Any:
         return aligned_view(view, TMA_ALIGNMENT if view.ndim == 4 else view.element_size())
@@ -145,7 +139,6 @@ def aligned(views: Any) -> Any:
 
 
 def _numbers(arguments: Any, name: str = "scalar") -> Iterator[tuple[str, Number]]:
-    """Yield (name, number) of the scalars among nested arguments."""
     if isinstance(arguments, Number):
         yield name, arguments
     elif isinstance(arguments, tuple):
@@ -169,7 +162,6 @@ class PlanBuilder:
     def for_tensors(
         cls, device: torch.device, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
     ) -> PlanBuilder:
-        """Return one for a call's tensors, None for those that are not given."""
         given = zip(names, tensors, strict=True)
         return cls(device, {n: View.of(n, t) for n, t in given if t is not None})
 
@@ -214,18 +206,15 @@ class PlanBuilder:
         return like
 
     def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
-        """Launch a kernel. arguments: as for `Launch`."""
         if any(getattr(slot, "name", None) == TILE_COUNTER for slot in leaves(arguments)):
             counter = Allocation(TILE_COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
             self._allocations[TILE_COUNTER] = counter
         self._steps.append(Launch(spec, arguments))
 
     def with_other_lengths(self, specs: Iterable[KernelSpec]) -> None:
-        """Name kernels that plans of the same call with other lengths launch."""
         self._other_lengths |= dict.fromkeys(specs)
 
     def plan(self, *results: View | None) -> LaunchPlan:
-        """Return the plan. results: whole tensors."""
         names = tuple(None if view is None else view.name for view in results)
         allocations, steps = tuple(self._allocations.values()), tuple(self._steps)
         launched = {step.spec for step in steps if isinstance(step, Launch)}
@@ -235,7 +224,6 @@ class PlanBuilder:
     # ------------------------------------------------------------ tensors as kernels read them
 
     def copied(self, view: View) -> View:
-        """A contiguous copy."""
         self._results += 1
         like = View.contiguous(f"{view.name} copied {self._results}", view.shape, view.dtype)
 
@@ -246,7 +234,6 @@ class PlanBuilder:
         return like
 
     def operand(self, view: View) -> View:
-        """A tensor that TMA reads: in place where it can."""
         return without_loose_strides(view) if tma_can_take(view) else self.copied(view)
 
     def rows(self, view: View) -> View:
@@ -254,7 +241,6 @@ class PlanBuilder:
         return self.copied(view) if 0 in view.strides else view
 
     def table(self, view: View) -> View:
-        """A table with a last stride of 1, whose rows may be one expanded row."""
         return without_loose_strides(self.rows(view))
 
     def scale(self, view: View, descale: str) -> View:
@@ -272,7 +258,6 @@ class PlanBuilder:
         return found.as_strided((rows, heads), (found.strides[0] if rows > 1 else heads, 1))
 
     def dense(self, view: View) -> View:
-        """A contiguous tensor, in place where it is one; dimensions of 1 may carry any stride."""
         if not view.is_contiguous():
             return self.copied(view)
         return view.as_strided(view.shape, contiguous_strides(view.shape))

@@ -53,7 +53,6 @@ def resource_usage(cubin: bytes, kernel: str | None = None) -> ResourceUsage:
 
 
 def _usages(cubin: bytes) -> dict[str, ResourceUsage]:
-    """Kernel -> what it uses."""
     if cubin[:4] != b"\x7fELF":
         raise ValueError("it does not begin as an ELF file does")
     sections = _sections(cubin)
@@ -97,8 +96,7 @@ def _text(cubin: bytes, place: int) -> str:
 
 
 def _attributes(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, value) of each attribute that has a size; the values of others are two
-    bytes."""
+    """Yield (number, value) of attributes with a size."""
     place = 0
     while place < len(content):
         layout, number, size = struct.unpack_from("<BBH", content, place)

@@ -22,8 +22,7 @@ _USED = {"q": "seqused_q", "k": "seqused_k"}
 
 
 def sides_of(ragged: Iterable[str]) -> tuple[str, ...]:
-    """Operands whose results this kernel finishes: those with offsets. With lengths in use all rows
-    are filled before the launch. ragged: names of tensors."""
+    """Return the sides with offsets; with lengths in use, rows are filled before the launch."""
     names = set(ragged)
     return tuple(s for s in "qk" if _OFFSETS[s] in names and _USED[s] not in names)
 

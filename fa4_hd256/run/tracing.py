@@ -19,7 +19,6 @@ from .catalogue import KernelSpec
 
 
 def check_unchanged(problem_class: Any) -> None:
-    """`FunctionKind.check_unchanged` of the functions of a kernel, if it has any."""
     for kind in FUNCTION_KINDS:
         asked = getattr(problem_class, kind.argument, None)
         if asked is not None:
@@ -73,7 +72,6 @@ def _name_no_module(arguments: Any) -> None:
 
 
 def _is_own(annotation: Any) -> bool:
-    """Return True for a class of this package, and a type with one in it."""
     home = str(getattr(annotation, "__module__", ""))
     return is_of_package(home) or any(map(_is_own, get_args(annotation)))
 

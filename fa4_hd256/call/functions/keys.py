@@ -19,8 +19,7 @@ from .tensors import check_tensors
 
 
 def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) -> None:
-    """Check the key, function and tensors of a user's function. Raises TypeError for another kind;
-    as `check_tensors`."""
+    """Check a user's function. Raises TypeError for another kind; as `check_tensors`."""
     if not isinstance(key, str) or not key:
         raise TypeError(f"key of a {kind.title} is {shown(key)}; accepted: a str that is not empty")
     if not callable(function):

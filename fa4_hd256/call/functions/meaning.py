@@ -30,7 +30,6 @@ class SelfDescribed:
 
     @property
     def text(self) -> str:
-        """All of that; of others that compute the same, the same."""
         raise NotImplementedError
 
 
@@ -69,7 +68,6 @@ def note_meaning(kind: FunctionKind, key: str, functions: Sequence[Any]) -> None
 
 
 def is_derived_of(functions: Sequence[Any], key: str) -> bool:
-    """Return True if a key was derived of functions, as they are now."""
     with contextlib.suppress(UnnamedError):
         # Of a mask_mod alone, of a score_mod with its slope.
         return key.endswith((digest_of(functions[:1]), digest_of(functions)))
@@ -77,8 +75,7 @@ def is_derived_of(functions: Sequence[Any], key: str) -> bool:
 
 
 def mean_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True for the same functions, and for functions of which all says that they mean the
-    same."""
+    """Return True for functions that are, or certainly mean, the same."""
     if all(one is other for one, other in zip(some, others, strict=True)):
         return True
     meaning = _meaning(some)
@@ -293,7 +290,6 @@ def _own(value: Any) -> Any:
 
 
 def _home(value: Any) -> str:
-    """Return the module in which a function, or the class of another callable, was written."""
     names = value.__globals__ if isinstance(value, types.FunctionType) else vars(type(value))
     return str(names.get("__name__" if isinstance(value, types.FunctionType) else "__module__", ""))
 
@@ -330,7 +326,6 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def _imports_of(code: types.CodeType) -> Iterator[str]:
-    """Yield the modules that a function imports, relative ones with their dots."""
     found = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
     for place, instruction in enumerate(found):
         if instruction.opname == "IMPORT_NAME":
@@ -339,13 +334,11 @@ def _imports_of(code: types.CodeType) -> Iterator[str]:
 
 
 def _attributes_read(code: types.CodeType) -> set[str]:
-    """Return the names of attributes that a function reads, or one inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(_attributes_read, inner))
 
 
 def _globals_read(code: types.CodeType) -> set[str]:
-    """Return the names of globals that a function reads, or one inside it."""
     loads = ("LOAD_GLOBAL", "LOAD_NAME")
     found = {i.argval for i in dis.get_instructions(code) if i.opname in loads}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))

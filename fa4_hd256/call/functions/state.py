@@ -79,7 +79,6 @@ class TensorStates:
         ]
 
     def are_of(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if these are the same tensors, unchanged."""
         if len(tensors) != len(self._known):
             return False
         for known, tensor in zip(self._known, tensors, strict=True):
@@ -103,12 +102,10 @@ class FunctionState:
 
     @classmethod
     def of(cls, function: Any) -> FunctionState | None:
-        """Return the present state of a function; None where it cannot be known."""
         found = _read(function)
         return None if found is None else cls(*found)
 
     def is_of(self, function: Any) -> bool:
-        """Return True if a function is in this state now."""
         found = _read(function)
         return found is not None and found[0] == self._words and self._tensors.are_of(found[1])
 
@@ -132,7 +129,6 @@ def _holds(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -45,8 +45,7 @@ def check_tensors(kind: FunctionKind, tensors: Any, key: str) -> None:
 
 
 def check_slopes(tensors: tuple[torch.Tensor, ...], heads: int, sequences: int) -> None:
-    """Raise ValueError unless ALiBi's slopes are (heads,) or (sequences, heads): they are read by
-    the numbers of query heads and of sequences."""
+    """Raise ValueError unless ALiBi's slopes are (heads,) or (sequences, heads)."""
     accepted = (heads,), (sequences, heads)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes) != 1 or shapes[0] not in accepted:

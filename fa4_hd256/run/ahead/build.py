@@ -76,7 +76,6 @@ def build(
 def _written(
     specs: Mapping[str, Sequence[KernelSpec]], cache: NativeCache, jobs: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (key, description for the manifest) of each kernel, once its file is there."""
     for target, wanted in specs.items():
         capability = TARGETS[target].capability
         with family.as_if_seen(capability):
@@ -141,8 +140,7 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
 
 
 def _still_valid(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernels of an earlier build that still fit, a warning telling of those whose files are gone;
-    the files of others go, but for those that were just written."""
+    """Return kernels of an earlier build that still fit; files of others go, but for new ones."""
     before = read_manifest(place)
     if before is None:
         return {}
@@ -161,7 +159,6 @@ def _still_valid(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_there(path: Path, kernel: Mapping[str, Any]) -> bool:
-    """Return True if a kernel of an earlier build still has its file."""
     if path.exists():
         return True
     command = shlex.join(["--kernel", kernel["kernel"], "--arch", kernel["target"]])
@@ -191,11 +188,9 @@ def _entries(
 
 
 def _entry_named(name: str, capability: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:
-    """`jit_entry` in a process of its own."""
     with family.as_if_seen(capability):
         return jit_entry(kernel_named(name))
 
 
 def unique(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """Each once, in order."""
     return list(dict.fromkeys(specs))

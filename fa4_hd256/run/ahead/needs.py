@@ -190,7 +190,6 @@ class Needs:
         self._check_together()
 
     def _check_values(self) -> None:
-        """Each by itself."""
         for what, given, known in (
             ("use", self.uses, USES),
             ("form", self.forms, FORMS),
@@ -263,24 +262,20 @@ class Needs:
 
     @property
     def half_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of q of 16 bits."""
         return tuple(dtype for dtype in self.dtypes if dtype in DTYPES)
 
     @property
     def dtype_triples(self) -> tuple[Dtypes, ...]:
-        """Return (dtype, q_dtype, kv_dtype) of `ProblemClass` of all calls."""
         found = [(dtype, None, of_kv) for dtype in self.half_dtypes for of_kv in self.kv_dtypes]
         e4m3 = [(result_dtypes(one)[0], one, one) for one in self.dtypes if one in KV_DTYPES]
         return *found, *e4m3
 
     @property
     def schedulers(self) -> tuple[bool, ...]:
-        """Values of use_clc."""
         return (False, True) if self.use_clc is None else (self.use_clc,)
 
 
 def _takes_list(ragged: Sequence[str]) -> bool:
-    """Return True if calls with these tensors may be given scheduler metadata."""
     return _LISTS_OF in ragged and _LISTLESS not in ragged
 
 
@@ -328,8 +323,7 @@ def specs_of(
 
 
 def _gpu_named(architecture: Architecture, name: str) -> Gpu:
-    """A GPU of these rows of the tuning table, larger than any: no kernel follows from its
-    figures."""
+    """A GPU of these rows of the tuning table, larger than any."""
     capability = next(c for c, names in architecture.gpus.items() if name in names)
     return Gpu(capability, 1 << 20, 1 << 19, 1 << 30, 1e12)
 
@@ -373,7 +367,6 @@ def _placed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
 
 
 def _with(ragged: Sequence[str], *more: str) -> tuple[str, ...]:
-    """Return the names with more of them, in the order in which kernels get the tensors."""
     return tuple(name for name in RAGGED if name in (*ragged, *more))
 
 
@@ -387,7 +380,6 @@ def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) ->
 def _trained_mxfp8(
     model: AttentionModel, needs: Needs, architecture: Architecture
 ) -> Iterator[Problem]:
-    """Yield one of each kind of forward that has gradients in mxfp8, as these have it."""
     known = _problems(model, needs, architecture, _LONGEST, True) if needs.mxfp8 else ()
     for problem in dict.fromkeys(map(_of_one_row, known)):
         if problem.ragged in _TRAINED_MXFP8:
@@ -395,8 +387,7 @@ def _trained_mxfp8(
 
 
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
-    """Yield each, and where requested with ALiBi: slopes of heads, and of sequences and heads; and
-    with a gate of the result."""
+    """Yield each, and where requested with ALiBi's slopes and with a gate of the result."""
     for problem in problems:
         yield problem
         if needs.alibi and problem.kv_dtype is None:
@@ -415,8 +406,7 @@ def _problems(
     max_logits: bool = False,
     is_mxfp8: bool = False,
 ) -> Iterator[Problem]:
-    """One of each kind of forward. longest: queries of a sequence at most. only_half: q, k and v
-    of 16 bits. max_logits: as of `Options`. is_mxfp8: q, k and v in that."""
+    """One of each kind of forward. longest: queries at most. only_half: q, k, v of 16 bits."""
     triples = needs.dtype_triples
     if only_half:
         triples = tuple((dtype, None, None) for dtype in needs.half_dtypes)
@@ -486,8 +476,7 @@ def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
 
 
 def _divided(problem: Problem, gpu: Gpu, needs: Needs) -> Iterator[Problem]:
-    """Yield the divisions of a forward: with one KV split, with several, also of fixed lengths and
-    listed, in each configuration that a number of keys gets."""
+    """Yield a forward's divisions, in each configuration that a number of keys gets."""
     parts: list[dict[str, Any]] = [{"num_splits": 1}, {"num_splits": 2}]
     if needs.batch_invariant:
         parts.append({"num_splits": 2, "part_keys": 1})
@@ -500,12 +489,10 @@ def _divided(problem: Problem, gpu: Gpu, needs: Needs) -> Iterator[Problem]:
 
 @functools.cache
 def _configured(key: TuningKey) -> tuple[int, ...]:
-    """Return numbers of keys, one for each configuration that calls get."""
     return tuple({key.config(keys): keys for keys in _LENGTHS}.values())
 
 
 def _of_forward(problem: Problem, heads_kv: int, gpu: Gpu) -> Sequence[KernelSpec]:
-    """Return the kernels of a divided forward."""
     builder = PlanBuilder(problem.device, {})
     k_shape = 1, problem.page_size or 1, heads_kv, HEAD_DIM
     add_launches(builder, (problem,), _views(problem, k_shape), gpu)
@@ -545,7 +532,6 @@ def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
 
 
 def _block_scales(name: str, problem: Problem, k_shape: Sequence[int]) -> View:
-    """Return the view of the scales in mxfp8 of one tile: of k and v, else of queries."""
     side, shape = ("k", k_shape) if name[0] in "kv" else ("q", problem.q_shape)
     outer = () if f"cu_seqlens_{side}" in problem.ragged else (1,)
     rows, blocks = (HEAD_DIM, 1) if name in OF_ROWS else (ATOM_ROWS, ATOMS)
@@ -617,7 +603,6 @@ _WANTED = Wanted(dkdv=False), Wanted(dq=False), Wanted()
 
 
 def _of_one_row(forward: Problem) -> Problem:
-    """Return a forward as its gradients have it, which know nothing of its tiles."""
     return replace(
         forward,
         q_shape=(1, 1, *forward.q_shape[2:]),
@@ -657,8 +642,7 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
 
 
 def _mxfp8_backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
-    """Yield the kernels of gradients in mxfp8: dK and dV in parts and not, the LSE's gradient given
-    or not."""
+    """Yield the kernels of gradients in mxfp8, in parts and not, with and without that of LSE."""
     config = _backward_config(forward.architecture, "mxfp8_backward")
     for head_parts, lse_gradient in itertools.product((1, 2), (False, True)):
         division = _whole_division(forward, heads_kv, lse_gradient, head_parts, True)

@@ -42,7 +42,6 @@ _ALSO = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
     what = parser.add_argument_group("what is built; at least one")
     what.add_argument("--model", action="append", default=[], choices=sorted(MODELS))
     what.add_argument("--heads", metavar="Q/KV", help="attention of another model")

@@ -54,8 +54,7 @@ class Prebuilt:
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> Prebuilt:
-        """Raises ValueError, with what to do, for a directory that is none, may be written by
-        others, is damaged, or is of another version, compiler or CPU."""
+        """Raises ValueError, with what to do, for a directory that cannot be used."""
         place = path_of(directory)
         stamp = _stamp(place)
         found = read_manifest(place)
@@ -73,7 +72,6 @@ class Prebuilt:
 
     @property
     def targets(self) -> list[str]:
-        """Return the targets that the kernels are compiled for."""
         return sorted({kernel["target"] for kernel in self.kernels.values()})
 
     def read(self, key: str) -> tuple[dict[str, Any], list[bytes]] | None:
@@ -91,7 +89,6 @@ class Prebuilt:
         return found
 
     def describe(self) -> str:
-        """One line, for a bug report."""
         return f"{len(self.kernels)} prebuilt kernels for {', '.join(self.targets)}"
 
 
@@ -129,7 +126,6 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def _stamp(directory: Path) -> tuple[int, int] | None:
-    """Return the stamp of the manifest's file, None where there is none."""
     try:
         status = (directory / MANIFEST).stat()
     except OSError:
@@ -148,7 +144,6 @@ def _why_unreadable(path: Path) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """Return what all kernels of a directory have in common with the process that uses them."""
     return {
         "format": FORMAT,
         _PACKAGE: package_version(),
@@ -164,8 +159,6 @@ def build_into(place: Path, *options: str) -> str:
 
 
 def path_of(directory: str | os.PathLike) -> Path:
-    """Return the absolute path of a directory, whatever the working directory becomes. Raises
-    TypeError for what is no path, and ValueError for an empty one."""
     given = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(given, str):
         raise TypeError(f"directory is {shown(directory)}; accepted: a path as a str or a Path")
@@ -206,7 +199,6 @@ def sources_of(name: str) -> str | None:
 
 
 def instruction_sets(features: Iterable[str]) -> list[str]:
-    """Return the features of a CPU that host code may use."""
     return [name for name in features if _INSTRUCTION_SETS.fullmatch(name)]
 
 
@@ -243,20 +235,17 @@ def use_prebuilt(directory: str | os.PathLike | None, jit: bool | None = None) -
 
 
 def active(again: bool = False) -> Prebuilt | None:
-    """The directory in use, checked once. again: also what was built there since. Raises ValueError
-    as `Prebuilt.open`."""
+    """The directory in use, checked once; again: also later builds. Raises as `Prebuilt.open`."""
     directory = _Chosen.directory or environment.prebuilt_directory()
     return None if directory is None else _open(directory, again)
 
 
 def jit_allowed() -> bool:
-    """Return True if a kernel that is in no cache is compiled."""
     return environment.jit_allowed() if _Chosen.jit is None else _Chosen.jit
 
 
 def _open(directory: str, again: bool = False) -> Prebuilt:
-    """Open a directory by the given text: a relative one stays where it was when it was first
-    opened."""
+    """Open a directory; a relative path stays where it was when it was first opened."""
     with _lock:
         found = _opened.get(directory)
         if found is None or again and found.stamp != _stamp(found.directory):
@@ -266,6 +255,5 @@ def _open(directory: str, again: bool = False) -> Prebuilt:
 
 
 def forget() -> None:
-    """Read directories again at the next use."""
     with _lock:
         _opened.clear()

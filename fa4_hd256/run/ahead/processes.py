@@ -87,15 +87,13 @@ def compiling_beside(specs: Sequence[KernelSpec]) -> Iterator[int]:
 
 
 def _is_importable() -> bool:
-    """Return True if another process finds this package by its name, which a Hugging Face kernel's
-    loader makes up."""
+    """Return True if another process can import this package by its name."""
     root = __name__.partition(".")[0]
     found = PathFinder.find_spec(root, sys.path)
     return found is not None and found.origin == sys.modules[root].__file__
 
 
 def _start(specs: Sequence[KernelSpec], errors: IO[bytes]) -> subprocess.Popen:
-    """Start a process that compiles kernels in this order. errors: its stderr."""
     order = {"capabilities": _capabilities(), "kernels": [name_of(spec) for spec in specs]}
     code = _START.format(path=sys.path, module=__name__)
     # No GPU: a context of its own would take memory of the one that this process is to use.
@@ -112,7 +110,6 @@ def _start(specs: Sequence[KernelSpec], errors: IO[bytes]) -> subprocess.Popen:
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """Return what kernels are compiled for in this process: `family.as_if_seen`."""
     seen = family.as_seen()
     if seen is not None:
         return sorted(seen)
@@ -135,7 +132,6 @@ def _warn(failed: Sequence[IO[bytes]], count: int) -> None:
 
 
 def main() -> None:
-    """Compile the kernels that stdin names."""
     end_with_parent(be_quiet)
     order = json.load(sys.stdin)
     with family.as_if_seen(*map(tuple, order["capabilities"])):
