@@ -216,9 +216,8 @@ def _write_and_attend(
     tensors: Sequence[Any], arguments: tuple[Any, ...], interleaved: Any, only_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new rows and attend to all; return (out, lse). tensors: fields of `CacheTensors`.
-    arguments: fields of `Call`. only_first: the lse may hold anything.
-
-    Raises TypeError or ValueError for what is not accepted, before anything is written."""
+    arguments: fields of `Call`. only_first: the lse may hold anything. Raises TypeError or
+    ValueError for what is not accepted, before anything is written."""
     if not is_intercepted():
         metadata = tensors[_PART_LIST]
         mark = None if metadata is None else marked(metadata)

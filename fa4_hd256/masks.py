@@ -397,10 +397,8 @@ def as_tile_mask(
 
 
 class _CachedMasks:
-    """Masks with bits made of a `BlockMask`, by (batch, heads) of calls.
-
-    apart: what `_apart` says of it. lasts: False where later changes could not be noticed.
-    """
+    """Masks with bits made of a `BlockMask`, by (batch, heads) of calls. apart: what `_apart` says
+    of it. lasts: False where later changes could not be noticed."""
 
     def __init__(self, block_mask: Any, tables: tuple[Any, ...]) -> None:
         self._tables = TensorStates(tables)
@@ -514,11 +512,9 @@ def _apart(block_mask: Any) -> tuple[bool, bool]:
 
 
 def _reads(mask_mod: Callable[..., torch.Tensor], number: int, device: torch.device) -> bool:
-    """Return True if the result of a mask_mod may depend on its argument of this number.
-
-    It is evaluated once, with that one alone mapped over by vmap, which knows of each value whether
-    it depends on what is mapped, and refuses to return one that does in the place of a common one.
-    """
+    """Return True if the result of a mask_mod may depend on its argument of this number. It is
+    evaluated once, with that one alone mapped over by vmap, which knows of each value whether it
+    depends on what is mapped, and refuses to return one that does in the place of a common one."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     place = torch.zeros((), dtype=torch.int64, device=device)

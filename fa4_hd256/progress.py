@@ -47,10 +47,8 @@ def step(what: str) -> Iterator[None]:
 def counted(
     found: Iterable[Result], total: int | None, doing: str, unit: str = "row"
 ) -> Iterator[Result]:
-    """Yield the results, with a bar on a terminal that says how many are left.
-
-    total: how many there are, None if nobody knows.
-    """
+    """Yield the results, with a bar on a terminal that says how many are left. total: how many
+    there are, None if nobody knows."""
     from tqdm import tqdm
 
     def left(done: int) -> str:

@@ -12,9 +12,7 @@ Self = TypeVar("Self", bound="Carried")
 
 class Carried:
     """Base of objects that CuTe DSL carries through loops and branches by the fields in `CARRIED`.
-
-    Other fields do not change in a loop, nor do those that are None.
-    """
+    Other fields do not change in a loop, nor do those that are None."""
 
     CARRIED: ClassVar[tuple[str, ...]]
 

@@ -39,10 +39,8 @@ def prefers_clc(
 
 def grid_rows(rows: int, sequences: int, longest: int, block: int) -> int:
     """Query rows that the forward's grid has room for, of so many in packed sequences: as many
-    blocks for each sequence as the longest one has, or all in a row (`order.PackedBlocks`).
-
-    block: rows of the largest tile.
-    """
+    blocks for each sequence as the longest one has, or all in a row (`order.PackedBlocks`). block:
+    rows of the largest tile."""
     return min(sequences * longest, rows + sequences * block)
 
 
@@ -73,10 +71,8 @@ def clc_requested(
 
 def scheduler_class(use_clc: bool, cluster_size: int = CLUSTER_SIZE, counts: bool = False) -> Any:
     """The scheduler class for a resolved choice (see `clc_requested`) and clusters of so many CTAs.
-
     counts: the dynamic one is that by a counter in global memory, for GPUs without cluster launch
-    control.
-    """
+    control."""
     if not use_clc:
         from .static import StaticPersistentScheduler
 

@@ -139,18 +139,13 @@ class ClcScheduler(DynamicScheduler):
 
     def want_next_work(self) -> None:
         """Let the scheduler warp request the next tile, in the leader CTA; do nothing elsewhere.
-
         Called by one whole warp per CTA, after a valid tile, once per tile. No warp gets the next
-        tile before.
-        """
+        tile before."""
         want(self.channel.wanted, self.consumer)
 
     def prefetch_next_work(self) -> None:
         """Request the next tile for both CTAs once it is wanted, in the leader CTA; do nothing
-        elsewhere.
-
-        Called by one whole warp per CTA, after a valid tile, once per tile.
-        """
+        elsewhere. Called by one whole warp per CTA, after a valid tile, once per tile."""
         # The response that this warp reads next is the one that was wanted.
         _wait_until_wanted(self.channel.wanted, self.consumer)
         _query(self.channel.pipeline, self.producer, self._response(self.producer))

@@ -19,11 +19,9 @@ def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTil
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
-    """Return (block, head, batch) of the cluster tile with this linear index.
-
-    `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
-    Int32 values; a bijection for every order.
-    """
+    """Return (block, head, batch) of the cluster tile with this linear index. `index` must be in
+    [0, order.num_tiles). The same statements run on Python integers and on Int32 values; a
+    bijection for every order."""
     section, in_section = divmod(index, order.per_section)
     in_last = index >= order.last_tile
     first = select(in_last, order.last_pair, section * order.section_heads)

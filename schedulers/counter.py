@@ -155,10 +155,8 @@ class CounterScheduler(DynamicScheduler):
         )
 
     def want_next_work(self) -> None:
-        """Let the scheduler warp count, in the leader CTA; do nothing elsewhere.
-
-        Called by one whole warp per CTA, after a valid tile, once per tile.
-        """
+        """Let the scheduler warp count, in the leader CTA; do nothing elsewhere. Called by one
+        whole warp per CTA, after a valid tile, once per tile."""
         if self.cluster_size > 1:
             want(self.channel.wanted, self.consumer)
         else:
@@ -166,10 +164,8 @@ class CounterScheduler(DynamicScheduler):
                 cute.arch.mbarrier_arrive(self.channel.wanted.get_barrier(self.consumer.index))
 
     def prefetch_next_work(self) -> None:
-        """Count once the next tile is wanted, in the leader CTA; do nothing elsewhere.
-
-        Called by one whole warp per CTA, after a valid tile, once per tile.
-        """
+        """Count once the next tile is wanted, in the leader CTA; do nothing elsewhere. Called by
+        one whole warp per CTA, after a valid tile, once per tile."""
         _prefetch(self)
         self.producer.advance()
 

@@ -33,9 +33,7 @@ def want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
 
 def give_back(empty: Callable[[], cute.Pointer], is_released: bool = False) -> None:
     """One arrival of a warp at the leader's empty barrier of a slot that all its lanes read.
-
-    is_released: a fence of the whole warp, behind the reads, has released its shared memory.
-    """
+    is_released: a fence of the whole warp, behind the reads, has released its shared memory."""
     with cute.arch.elect_one():
         if not is_released:
             # The hand-off crosses CTAs and concerns shared memory alone: a release that left global

@@ -176,11 +176,9 @@ class TileProblem:
         )
 
     def order(self) -> TileOrder:
-        """The order of the tiles: with Python integers for Python sizes, else for the device.
-
-        In the second case it must be called in the host function (under `cute.jit`), where the
-        fast divisors are computed once per launch, and the result is handed to the kernel.
-        """
+        """The order of the tiles: with Python integers for Python sizes, else for the device. In
+        the second case it must be called in the host function (under `cute.jit`), where the fast
+        divisors are computed once per launch, and the result is handed to the kernel."""
         pairs = self.num_heads * self.num_batches
         width = minimum(self.section_heads, pairs)
         least = maximum(width, minimum(self.last_heads, pairs))

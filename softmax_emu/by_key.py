@@ -70,10 +70,8 @@ class KeySoftmax:
             self.offsets[row], self.sums[row] = self.row.offset, Float32(0.0)
 
     def exceeds(self, scores: cute.Tensor) -> Boolean:
-        """Return True if some row's maximum must move for a score of this thread's key.
-
-        scores: register tensor of Float32, one of each row; masked ones -inf.
-        """
+        """Return True if some row's maximum must move for a score of this thread's key. scores:
+        register tensor of Float32, one of each row; masked ones -inf."""
         pairs = [self._exponents(scores, row) for row in range(0, self.rows, 2)]
         largest = pairs[0][0]
         for first, second in pairs:
@@ -85,11 +83,8 @@ class KeySoftmax:
 
     def raise_maxima(self, maxima: cute.Tensor, factors: cute.Tensor, first_row: int = 0) -> None:
         """Take a tile's maxima into the state; factors: filled with what O is to be multiplied
-        with, exactly 1 where a maximum was kept.
-
-        maxima, factors: register tensors of Float32, one of each row from `first_row` on; maxima
-        alike in all threads.
-        """
+        with, exactly 1 where a maximum was kept. maxima, factors: register tensors of Float32, one
+        of each row from `first_row` on; maxima alike in all threads."""
         scale = self.row.scale_log2
         for number in range(cute.size(maxima)):
             row = first_row + number
@@ -109,11 +104,8 @@ class KeySoftmax:
         self, scores: cute.Tensor, probabilities: cute.Tensor | None, weight: Float32 | None = None
     ) -> None:
         """Write p of this thread's key: float32 into the sums and in place of the scores, and
-        rounded into `probabilities`.
-
-        probabilities: register tensor of `dtype`, one of each row; None where the caller rounds.
-        weight: what p counts in the sums, of this key; None for 1.
-        """
+        rounded into `probabilities`. probabilities: register tensor of `dtype`, one of each row;
+        None where the caller rounds. weight: what p counts in the sums, of this key; None for 1."""
         pattern, fragments = self.row.pattern, -(-self.rows // FRAGMENT_COLUMNS)
         polynomial = exp2_polynomial_pair if self.row.is_packed else exp2_polynomial_scalars
         for row in range(0, self.rows, 2):

@@ -34,11 +34,9 @@ def exp2_hardware(x: Float32) -> Float32:
 
 
 def exp2_row_factor(x: Float32) -> Float32:
-    """ex2.approx.f32 (9.7.3, ex2), without ftz: the same function for once-per-row factors.
-
-    A different opcode on purpose: the executed count of ex2.approx.ftz.f32 is then exactly the
-    number of score elements that took the hardware path, and of those a softcap bent.
-    """
+    """ex2.approx.f32 (9.7.3, ex2), without ftz: the same function for once-per-row factors. A
+    different opcode on purpose: the executed count of ex2.approx.ftz.f32 is then exactly the number
+    of score elements that took the hardware path, and of those a softcap bent."""
     return cute.math.exp2(x, approx=True)
 
 

@@ -54,10 +54,8 @@ class Fit:
 
 
 def minimax(degree: int) -> np.ndarray:
-    """Real minimax coefficients (degree + 1 float64, the first exactly 1), relative error.
-
-    Raises ModuleNotFoundError without scipy, which solves the linear program.
-    """
+    """Real minimax coefficients (degree + 1 float64, the first exactly 1), relative error. Raises
+    ModuleNotFoundError without scipy, which solves the linear program."""
     try:
         from scipy.optimize import linprog
     except ImportError as error:

@@ -133,11 +133,8 @@ class OnlineSoftmax:
 
     def update_max(self, scores: cute.Tensor) -> Float32:
         """Take a tile's scores into the maximum; return the factor for O (and apply it to l).
-
-        scores: register tensor of Float32, an even number of columns, masked ones -inf.
-        The factor is exactly 1 where the maximum was kept, and 0 with a row's first visible key;
-        never NaN.
-        """
+        scores: register tensor of Float32, an even number of columns, masked ones -inf. The factor
+        is exactly 1 where the maximum was kept, and 0 with a row's first visible key; never NaN."""
         return self.move_max(self.tile_max(scores))
 
     def tile_max(self, scores: cute.Tensor) -> Float32:
@@ -191,11 +188,9 @@ class OnlineSoftmax:
         probabilities.store(scores.load().to(self.dtype))
 
     def accumulate_sum(self, probabilities: cute.Tensor) -> None:
-        """Add the float32 p of a tile, or of a part of it, to the row sum.
-
-        probabilities: register tensor of Float32, an even number of columns, as `exponentiate`
-        left it: unrounded, on every path alike.  The factor was applied by `update_max`.
-        """
+        """Add the float32 p of a tile, or of a part of it, to the row sum. probabilities: register
+        tensor of Float32, an even number of columns, as `exponentiate` left it: unrounded, on every
+        path alike. The factor was applied by `update_max`."""
         columns = cute.size(probabilities)
         pairs = [(probabilities[i], probabilities[i + 1]) for i in range(0, columns, 2)]
         chains = pairs[:_NUM_SUM_CHAINS]
@@ -238,10 +233,8 @@ class OnlineSoftmax:
         return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
 
     def largest_logit(self) -> Float32:
-        """Return the greatest score times the scale, in natural units; -inf without visible key.
-
-        A sink takes no part.  A NaN among the scores is passed over, as max does (PTX ISA 9.7.3).
-        """
+        """Return the greatest score times the scale, in natural units; -inf without visible key. A
+        sink takes no part. A NaN among the scores is passed over, as max does (PTX ISA 9.7.3)."""
         logit = self.largest * self.scale_log2 * math.log(2.0)
         is_empty = self.largest <= self.lowest_max
         return cutlass.select_(is_empty, Float32(-math.inf), logit)

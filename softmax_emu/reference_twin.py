@@ -62,9 +62,7 @@ def exp2_polynomial(
     x: ArrayLike, degree: int = 3, coefficients: Sequence[float] | None = None
 ) -> np.ndarray:
     """2^x as `exp2.exp2_polynomial_pair` computes it; float32 in, float32 out, same shape.
-
-    `coefficients` replaces the kernels' own ones of that degree.
-    """
+    `coefficients` replaces the kernels' own ones of that degree."""
     x = np.asarray(x, np.float32)
     # max.f32 returns the other operand for NaN.
     x = np.fmax(x, _SMALLEST_EXPONENT)
@@ -82,11 +80,9 @@ def exponentiate(
     pattern: Ex2Pattern,
     hardware_exp2: Callable[[np.ndarray], np.ndarray] = np.exp2,
 ) -> np.ndarray:
-    """p of rows of scores as `OnlineSoftmax.exponentiate` computes it.
-
-    scores: (..., columns) float32, columns a multiple of 32; row_max: (...) float32.  Bit-exact
-    where the polynomial is used; elsewhere as exact as `hardware_exp2` is to the instruction.
-    """
+    """p of rows of scores as `OnlineSoftmax.exponentiate` computes it. scores: (..., columns)
+    float32, columns a multiple of 32; row_max: (...) float32. Bit-exact where the polynomial is
+    used; elsewhere as exact as `hardware_exp2` is to the instruction."""
     scores = np.asarray(scores, np.float32)
     scale = np.float32(scale_log2)
     row_max = np.asarray(row_max, np.float32)

@@ -156,10 +156,8 @@ def resolve_cache_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheV
 
 def check_memory(tensors: Sequence[Any]) -> None:
     """Raise ValueError for caches and an out that PyTorch may not write to now, for caches that
-    share memory, and for tensors of the call that lie in them.
-
-    tensors: fields of `CacheTensors`. Each call checks this: neither modes nor addresses are part
-    of the key of a plan."""
+    share memory, and for tensors of the call that lie in them. tensors: fields of `CacheTensors`.
+    Each call checks this: neither modes nor addresses are part of the key of a plan."""
     out, k_cache, v_cache, q, k, v = tensors[:6]
     spans = [(name, rows, memory_span(rows)) for name, rows in (("k", k), ("v", v))]
     if tensors[_ROTARY_COS] is not None:

@@ -466,10 +466,8 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
 
 def reads_contents(device: torch.device) -> bool:
     """Return True if a call looks at what lengths and offsets hold: on the CPU, where nothing waits
-    for it, and on a GPU by FA4_HD256_CHECK.
-
-    Raises RuntimeError in the capture of a CUDA graph, which cannot read them.
-    """
+    for it, and on a GPU by FA4_HD256_CHECK. Raises RuntimeError in the capture of a CUDA graph,
+    which cannot read them."""
     if device.type == "cpu" or not environment.checks_contents():
         return device.type == "cpu"
     if is_captured(device):
@@ -482,10 +480,8 @@ def reads_contents(device: torch.device) -> bool:
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     """Check that offsets ascend from 0 to the total at most, and that lengths in use are not
-    negative, nor more than there are rows (of keys in pages: `check_page_numbers`).
-
-    For calls of `reads_contents`; in others kernels take what is beyond for all rows.
-    """
+    negative, nor more than there are rows (of keys in pages: `check_page_numbers`). For calls of
+    `reads_contents`; in others kernels take what is beyond for all rows."""
     for side, tensor in (("q", q), ("k", k)):
         offsets = ragged.get(f"cu_seqlens_{side}")
         if offsets is not None and offsets.numel():
@@ -538,11 +534,9 @@ def check_leftpad(leftpad: torch.Tensor, lengths: torch.Tensor | None, rows: int
 def check_page_numbers(
     q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
 ) -> torch.Tensor:
-    """Return the page numbers that are read, those of pages with a key that some query sees.
-
-    Raises ValueError for lengths that do not fit into a row of pages, and for a number that is read
-    and is none of a page. Waits for the device.
-    """
+    """Return the page numbers that are read, those of pages with a key that some query sees. Raises
+    ValueError for lengths that do not fit into a row of pages, and for a number that is read and is
+    none of a page. Waits for the device."""
     table = ragged[PAGE_TABLE]
     (pages, page_size), columns = k.shape[:2], table.shape[1]
     used = ragged.get("seqused_k", table.new_full(table.shape[:1], columns * page_size)).long()
@@ -576,10 +570,8 @@ def check_pages_on_gpu(
     q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
 ) -> None:
     """Check page numbers on a GPU if the user asks for it; those on the CPU, and all contents where
-    these are read, were checked with all else.
-
-    Raises ValueError as `check_page_numbers` does, and RuntimeError while a graph is captured.
-    """
+    these are read, were checked with all else. Raises ValueError as `check_page_numbers` does, and
+    RuntimeError while a graph is captured."""
     if reads_contents(q.device) or PAGE_TABLE not in ragged or not environment.checks_pages():
         return
     if is_captured(q.device):
@@ -638,11 +630,9 @@ def check_max_seqlen(
 def check_gradients(
     named: dict[str, torch.Tensor | None], q: torch.Tensor, lse_shape: tuple[int, ...]
 ) -> None:
-    """out and its gradient like q; lse and its gradient (batch, heads, seqlen_q) float32.
-
-    named: out, dout, lse, dlse; None for one not given. Raises TypeError for another dtype,
-    ValueError for another shape or device.
-    """
+    """out and its gradient like q; lse and its gradient (batch, heads, seqlen_q) float32. named:
+    out, dout, lse, dlse; None for one not given. Raises TypeError for another dtype, ValueError for
+    another shape or device."""
     for name, tensor in named.items():
         if tensor is None:
             continue

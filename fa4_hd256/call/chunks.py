@@ -220,11 +220,9 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> BackwardDi
 
 
 def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:
-    """Ranges of queries, as few as dS of a head group allows, and the keys they see.
-
-    Every range has some: queries that see none take no memory, so they are in that of the first
-    ones that do.  Empty if dS of a single unit of queries does not fit.
-    """
+    """Ranges of queries, as few as dS of a head group allows, and the keys they see. Every range
+    has some: queries that see none take no memory, so they are in that of the first ones that do.
+    Empty if dS of a single unit of queries does not fit."""
     _, _, seqlen_q, seqlen_k = _lengths(problem)
     mask = (seqlen_q, seqlen_k), problem.forward.options.window
     count = len(_ends_of_ranges(problem, ds_bytes))

@@ -51,10 +51,7 @@ def are_of_blocks(given: dict[str, Any]) -> bool:
 
 def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
     """All or none of the scales that such q, k and v have, of float32, on their device. given:
-    those that are.
-
-    Raises TypeError for another dtype or layout, ValueError for all else.
-    """
+    those that are. Raises TypeError for another dtype or layout, ValueError for all else."""
     scales = scales_among(given)
     if not scales:
         return
@@ -120,11 +117,8 @@ def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, tor
 
 def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None) -> None:
     """Raise ValueError for a factor that is no positive finite number, or for too few scales of
-    blocks. Waits for the device.
-
-    descale: as of `descale_of`. pages: numbers of those that are read, whose factors alone count
-    where they are of pages.
-    """
+    blocks. Waits for the device. descale: as of `descale_of`. pages: numbers of those that are
+    read, whose factors alone count where they are of pages."""
     if descale == OF_BLOCKS:
         return check_packed(given)
     for name, tensor in scales_among(given).items():
@@ -181,9 +175,7 @@ def _form(name: str, tensor: torch.Tensor, k: torch.Tensor, sequences: int, page
 
 def scale_layout(tensor: Any, descale: str) -> Any:
     """Return a view of shape (entries, heads_kv): one entry, or one head, where all have the same.
-
-    tensor: of a form that `descale_of` accepts, or a `run.plan.View` of one; descale: that form.
-    """
+    tensor: of a form that `descale_of` accepts, or a `run.plan.View` of one; descale: that form."""
     if tensor.numel() == 1:
         return tensor.as_strided((1, 1), (1, 1))
     if tensor.ndim == 4:

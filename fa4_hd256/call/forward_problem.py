@@ -55,9 +55,8 @@ from .tree_mask import check_words, is_wide
 
 class Call(NamedTuple):
     """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
-
-    listed_tiles: as of `BackwardProblem`. Public functions make its fields by `plans.call_fields`.
-    """
+    listed_tiles: as of `BackwardProblem`. Public functions make its fields by
+    `plans.call_fields`."""
 
     softmax_scale: Any
     causal: Any
@@ -75,11 +74,9 @@ class Call(NamedTuple):
     listed_tiles: int
 
     def values(self, tensors: ForwardTensors) -> ForwardValues:
-        """Return the operator's arguments that are no tensors.
-
-        Checks what the operator's schema, which takes plain values alone, cannot carry; shapes,
-        dtypes and ranges are checked with the tensors (`Problem.describe`).
-        """
+        """Return the operator's arguments that are no tensors. Checks what the operator's schema,
+        which takes plain values alone, cannot carry; shapes, dtypes and ranges are checked with the
+        tensors (`Problem.describe`)."""
         num_splits = requested_splits(self.num_splits, self.batch_invariant)
         options = Options.check(self.softmax_scale, self.causal, self.window_size, self.softcap)
         ragged = tensors.others()
@@ -514,10 +511,8 @@ def forward_use_clc(
     longest: int | None = None,
 ) -> bool:
     """Return True if the forward of a user who passes `use_clc` takes the dynamic tile scheduler.
-
     is_bounded: whether a window or a block mask bounds the keys. rows: of queries. offsets,
-    longest: cu_seqlens_q and max_seqlen_q where these are packed. Raises as `clc_requested`.
-    """
+    longest: cu_seqlens_q and max_seqlen_q where these are packed. Raises as `clc_requested`."""
     # Rows that there are, and rows that the grid has room for.
     filling = (1, 1)
     if offsets is not None and longest is not None and not is_unknown(longest):

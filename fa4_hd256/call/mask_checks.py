@@ -25,10 +25,8 @@ def check_whole(name: str, given: Any, least: int = 0, accepted: str = "") -> No
 
 
 def check_integers(name: str, given: Any, ranks: tuple[int, ...], accepted: str) -> None:
-    """A dense tensor of integers that is not empty. accepted: its shapes, of such ranks.
-
-    Raises TypeError for another kind or dtype, ValueError for another shape.
-    """
+    """A dense tensor of integers that is not empty. accepted: its shapes, of such ranks. Raises
+    TypeError for another kind or dtype, ValueError for another shape."""
     if not isinstance(given, torch.Tensor) or given.dtype not in _INTEGERS:
         kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise TypeError(f"{name} is {kind}; accepted: a tensor of integers, {accepted}")
@@ -42,11 +40,8 @@ def check_integers(name: str, given: Any, ranks: tuple[int, ...], accepted: str)
 
 def check_offsets(offsets: tuple[Any, Any], lengths: tuple[int, int], device: torch.device) -> None:
     """Check the offsets of packed sequences, queries' and keys', in a mask of these lengths on a
-    device.
-
-    Raises TypeError for another kind or dtype, ValueError for another shape or device, and on the
-    CPU for other contents.
-    """
+    device. Raises TypeError for another kind or dtype, ValueError for another shape or device, and
+    on the CPU for other contents."""
     for name, given, length in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, lengths, strict=True):
         check_integers(name, given, (1,), "(batch + 1,)")
         if given.device != device:

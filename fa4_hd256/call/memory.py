@@ -21,10 +21,8 @@ ALIGNMENT = 32
 @dataclass(frozen=True)
 class View:
     """A view of a tensor that a plan names: shape, strides and offset in elements, without memory.
-
     Methods have PyTorch's names and meaning, so that what divides and reshapes tensors takes views
-    as well. past_alignment: bytes of the named tensor's address past a multiple of `ALIGNMENT`.
-    """
+    as well. past_alignment: bytes of the named tensor's address past a multiple of `ALIGNMENT`."""
 
     name: str
     shape: tuple[int, ...]
@@ -132,11 +130,8 @@ Strided = TypeVar("Strided", bound=Any)
 
 def tma_can_take(tensor: Strided) -> bool:
     """Return True if TMA can read the tensor where it lies; strides of dimensions of size 1 mean
-    nothing.
-
-    A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive one into
-    the descriptor.
-    """
+    nothing. A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive
+    one into the descriptor."""
     if tensor.numel() == 0:
         return True
     if tensor.data_ptr() % TMA_ALIGNMENT:
@@ -193,10 +188,8 @@ def check_in_place(tensors: dict[str, torch.Tensor], what: str) -> None:
 
 
 def check_out(out: Any, q: torch.Tensor) -> None:
-    """A tensor to write the result to, like q, both as the user has them.
-
-    Raises TypeError for another kind or dtype, ValueError for another shape or device.
-    """
+    """A tensor to write the result to, like q, both as the user has them. Raises TypeError for
+    another kind or dtype, ValueError for another shape or device."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     require_dense("out", out)

@@ -70,9 +70,7 @@ _BATCHED = {4: ("dout", "out", *CODES), 3: ("lse", "dlse")}
 
 def refuse_others(tensors: ForwardTensors, softcap: Any, beside: Sequence[str]) -> None:
     """Raise NotImplementedError for a call with something whose gradients in mxfp8 are not offered.
-
-    beside: names of further arguments that are given.
-    """
+    beside: names of further arguments that are given."""
     given = [
         "block_mask" if name in MASK_TABLES else said(name)
         for name in tensors.others()

@@ -39,11 +39,9 @@ _APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS, PART_LIST)
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
-    """Check all three scales of blocks, which are given.
-
-    Raises TypeError for another dtype, ValueError for another shape or device, NotImplementedError
-    beside what such calls do not take.
-    """
+    """Check all three scales of blocks, which are given. Raises TypeError for another dtype,
+    ValueError for another shape or device, NotImplementedError beside what such calls do not
+    take."""
     beside = [said(name) for name in _APART if name in given]
     if beside:
         raise NotImplementedError(
@@ -96,10 +94,8 @@ def check_shape(name: str, shape: tuple[int, ...], tensor: torch.Tensor, packed:
 
 
 def check_order(name: str, scale: torch.Tensor, packed: bool) -> None:
-    """Raise ValueError for a part of dense scales of rows, by batch or heads.
-
-    Halves of the columns are outermost in memory (`quantize.mxfp8`, NOTE [atoms]).
-    """
+    """Raise ValueError for a part of dense scales of rows, by batch or heads. Halves of the columns
+    are outermost in memory (`quantize.mxfp8`, NOTE [atoms])."""
     if name in OF_ROWS and not packed and not scale.is_contiguous():
         raise ValueError(
             f"{name} has strides {scale.stride()}; accepted: a contiguous tensor, whose memory is "

@@ -19,10 +19,7 @@ DEFAULT = ""
 
 def encode(config: Any, *kinds: type, said: str = "config") -> str:
     """The name of `config`, an instance of one of `kinds` or None for the default one. said: what
-    users call it.
-
-    Raises TypeError for anything else.
-    """
+    users call it. Raises TypeError for anything else."""
     if config is None:
         return DEFAULT
     if not isinstance(config, kinds):
@@ -60,10 +57,8 @@ def _canonical(hint: Any, value: Any) -> Any:
 @functools.lru_cache
 def decode(name: str, *kinds: type) -> Any:
     """The configuration of that name and one of the kinds, which have names of their own; equal to
-    the one that was encoded.
-
-    Raises ValueError for a name that `encode` does not give for these kinds.
-    """
+    the one that was encoded. Raises ValueError for a name that `encode` does not give for these
+    kinds."""
     if not name:
         return kinds[0]()
     try:

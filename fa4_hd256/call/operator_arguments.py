@@ -31,11 +31,8 @@ OTHERS = (OUT_GATE, *RAGGED, *DESCALES, *BLOCK_SCALES, *FUNCTION_TENSORS)
 
 class ForwardTensors(NamedTuple):
     """Tensors of a forward, None where not given; their meanings: `flash_attn_func`,
-    `SequenceTensors`.
-
-    score_tensor_0 to 4, mask_tensor_0 to 4: what a score_mod and a mask_mod read. Users give packed
-    sequences without a batch; the operator takes them with one of 1.
-    """
+    `SequenceTensors`. score_tensor_0 to 4, mask_tensor_0 to 4: what a score_mod and a mask_mod
+    read. Users give packed sequences without a batch; the operator takes them with one of 1."""
 
     q: torch.Tensor
     k: torch.Tensor

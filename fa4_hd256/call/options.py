@@ -89,11 +89,8 @@ MOST_SPLITS = MOST_PARTS
 
 def requested_splits(num_splits: Any, batch_invariant: Any) -> Any:
     """Return the operator's argument for these two of a user: `FIXED_SPLITS`, or num_splits as it
-    was given.
-
-    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
-    beside it.
-    """
+    was given. Raises TypeError for a batch_invariant that is no bool, and ValueError for a number
+    of splits beside it."""
     num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
     if batch_invariant is True:
         if type(num_splits) is not int or num_splits != BY_RULE:

@@ -22,12 +22,9 @@ from .tile_mask import rounded_tiles
 
 
 class BackwardMetadata(NamedTuple):
-    """Result of `get_backward_metadata`.
-
-    ds_begins: (batch,) int32 on the calls' device, the number of each sequence's first tile of dS.
-    ds_tiles: of a query head in all sequences, rounded up. window: the (left, right) that it was
-    made for, None for unbounded, right 0 where causal.
-    """
+    """Result of `get_backward_metadata`. ds_begins: (batch,) int32 on the calls' device, the number
+    of each sequence's first tile of dS. ds_tiles: of a query head in all sequences, rounded up.
+    window: the (left, right) that it was made for, None for unbounded, right 0 where causal."""
 
     ds_begins: torch.Tensor
     ds_tiles: int
@@ -72,11 +69,8 @@ def lengths_between(offsets_q: Sequence[int], offsets_k: Sequence[int]) -> list[
 
 def check_metadata(metadata: Any, causal: Any, window_size: Any, others: dict[str, Any]) -> None:
     """Check the metadata of a call of `flash_attn_varlen_func`; others: its arguments that go with
-    no metadata.
-
-    Raises TypeError for what `get_backward_metadata` has not made, and ValueError for metadata of
-    another mask, or beside one of the others.
-    """
+    no metadata. Raises TypeError for what `get_backward_metadata` has not made, and ValueError for
+    metadata of another mask, or beside one of the others."""
     if not isinstance(metadata, BackwardMetadata):
         raise TypeError(
             f"backward_metadata is a {type(metadata).__name__}; accepted: what "

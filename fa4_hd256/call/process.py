@@ -69,11 +69,9 @@ def is_transformed() -> bool:
 
 
 def constant_in_graphs(function: _Function) -> _Function:
-    """Mark a function whose result torch.compile takes as a constant of its graph.
-
-    The mark is that of `torch.compiler.assume_constant_result`, which imports the whole compiler
-    (1 to 2 s) to set it.
-    """
+    """Mark a function whose result torch.compile takes as a constant of its graph. The mark is that
+    of `torch.compiler.assume_constant_result`, which imports the whole compiler (1 to 2 s) to set
+    it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

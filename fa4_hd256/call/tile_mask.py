@@ -117,10 +117,8 @@ class TileMask:
     @classmethod
     def of_words(cls, lengths: tuple[int, int], words: torch.Tensor) -> TileMask:
         """Make a mask from packed bits, (1 or batch, 1 or heads, seqlen_q, words) int32: bit j of
-        word w is key 32 w + j; bits behind the last key count for nothing.
-
-        Tiles are copied, none is evaluated. Waits for a GPU, and raises, as `of` does.
-        """
+        word w is key 32 w + j; bits behind the last key count for nothing. Tiles are copied, none
+        is evaluated. Waits for a GPU, and raises, as `of` does."""
         by_tiles = _by_tiles(lengths, words)
         some, whole = ((by_tiles != 0).any(5).any(4), (by_tiles == -1).all(5).all(4))
         is_partial = (some & ~whole).flatten()
@@ -264,11 +262,9 @@ class TileMask:
         return self._once(self._of_bits, "key_bits", lambda: _exchanged(bits))
 
     def part(self, queries: range, keys: range, heads: range) -> TileMask:
-        """The mask of some queries, keys and heads; made once.
-
-        Where tiles of the part are tiles of this mask, they share their bits; else those that are
-        partial are evaluated again. Without bits a tile that meets several kinds is partial then.
-        """
+        """The mask of some queries, keys and heads; made once. Where tiles of the part are tiles of
+        this mask, they share their bits; else those that are partial are evaluated again. Without
+        bits a tile that meets several kinds is partial then."""
         heads = heads if self.tiles.shape[1] > 1 else range(1)
         place = queries, keys, heads
         return self._once(self._masks, place, lambda: self._part(*place))
@@ -407,11 +403,8 @@ def _evaluated(
     lengths: tuple[int, int], shape: Any, places: torch.Tensor, evaluate: Evaluate
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield (number of the first place, places, which keys are seen) of some places after the
-    other.
-
-    places: of tiles among all, in the order of `shape`. Queries past the end see what the last one
-    does, keys past the end are not seen.
-    """
+    other. places: of tiles among all, in the order of `shape`. Queries past the end see what the
+    last one does, keys past the end are not seen."""
     in_tile = torch.arange(MASK_TILE, device=places.device)
     seqlen_q, seqlen_k = lengths
     for numbers in _chunks(len(places), places.device):

@@ -56,10 +56,8 @@ def is_wide(words: torch.Tensor | None) -> bool:
 
 def check_words(words: torch.Tensor | None, sequences: int, longest: int, window: Window) -> None:
     """Raise ValueError unless words fit the sequences and the queries of a call, and the window.
-
     sequences: of the call. longest: the most queries of a sequence. window: no bound of it may hide
-    a node.
-    """
+    a node."""
     if words is None:
         return
     if any(side is not None and side < 0 for side in window):

@@ -38,10 +38,7 @@ EX2 = "ex2.approx.ftz.f32"
 
 def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     """Run causal attention in a model's shape. Return everything that the demo prints, as JSON
-    values.
-
-    Raises ValueError for an unknown model, and for CUDA where PyTorch finds no device.
-    """
+    values. Raises ValueError for an unknown model, and for CUDA where PyTorch finds no device."""
     heads = model_named(model)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but PyTorch finds no CUDA device; accepted here: cpu")

@@ -83,10 +83,8 @@ def visible(
     lengths: tuple[int, int], window: tuple[int | None, int | None], rows: range | None = None
 ) -> torch.Tensor:
     """Return the mask of some queries, bool (len(rows), seqlen_k): True where a query sees a key.
-
     lengths: (seqlen_q, seqlen_k). rows: all queries by default. The mask is bottom-right aligned:
-    query i sees the keys d - left .. d + right, with d = i + seqlen_k - seqlen_q.
-    """
+    query i sees the keys d - left .. d + right, with d = i + seqlen_k - seqlen_q."""
     seqlen_q, seqlen_k = lengths
     rows = range(seqlen_q) if rows is None else rows
     distance = torch.arange(seqlen_k) - (
@@ -197,11 +195,9 @@ def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> to
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return queries, keys or values in e4m3 as float64, multiplied by their scales.
-
-    codes: (sequences or pages, rows, heads, dim) float8_e4m3fn. scale: (sequences or pages,
-    heads_kv), each of as many heads, or one value, or None for 1.
-    """
+    """Return queries, keys or values in e4m3 as float64, multiplied by their scales. codes:
+    (sequences or pages, rows, heads, dim) float8_e4m3fn. scale: (sequences or pages, heads_kv),
+    each of as many heads, or one value, or None for 1."""
     values = codes.cpu().float().double()
     if scale is None:
         return values
@@ -215,10 +211,8 @@ def same_dtype_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """Return out of PyTorch's matmul and softmax in the dtype of q, whose error sets the tolerance.
-
     Scores and probabilities are rounded to that dtype. The softmax itself is in float32. options:
-    those of `AttentionOptions`.
-    """
+    those of `AttentionOptions`."""
     return _same_dtype(q, k, v, **options)[0]
 
 
@@ -283,11 +277,8 @@ def gradients(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Return gradients in float64, by autograd of `attention`: "q", "k", "v", and where these are
-    given "sink" and "out_gate".
-
-    inputs: q, k, v. dout: gradient of out. dlse: gradient of lse, None for 0. It has no effect in
-    rows whose lse is -inf.
-    """
+    given "sink" and "out_gate". inputs: q, k, v. dout: gradient of out. dlse: gradient of lse, None
+    for 0. It has no effect in rows whose lse is -inf."""
     exact = tuple(tensor.cpu().double() for tensor in inputs)
     given = [options.pop(name, None) for name in _OPTIONAL]
     more = (None if tensor is None else tensor.cpu().double() for tensor in given)
@@ -477,10 +468,8 @@ def compare_gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, GradientComparison]:
-    """Compare gradients, named as by `gradients`, with the reference.
-
-    found: gradients to compare. The other arguments are those of `gradients`.
-    """
+    """Compare gradients, named as by `gradients`, with the reference. found: gradients to compare.
+    The other arguments are those of `gradients`."""
     return ExpectedGradients.of(inputs, dout, dlse, **options).compare(found)
 
 

@@ -22,12 +22,9 @@ HONOURED, NEUTRAL, REFUSED = "honoured", "neutral", "refused"
 
 @dataclass(frozen=True)
 class Argument:
-    """Fate of an argument.
-
-    fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do instead. accepted: the
-    values of a refused argument that request nothing. ours: the name of an honoured argument in our
-    functions, where it is another one.
-    """
+    """Fate of an argument. fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do
+    instead. accepted: the values of a refused argument that request nothing. ours: the name of an
+    honoured argument in our functions, where it is another one."""
 
     fate: str
     note: str
@@ -37,11 +34,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Library:
-    """A library whose functions are offered here.
-
-    name, module: its name, and the module with its functions. arguments: of all of its functions,
-    by name.
-    """
+    """A library whose functions are offered here. name, module: its name, and the module with its
+    functions. arguments: of all of its functions, by name."""
 
     name: str
     module: str

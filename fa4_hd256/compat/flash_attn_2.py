@@ -166,11 +166,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Result:
-    """`flash_attn_func` for packed sequences, as flash-attention 2's function of this name.
-
-    With block_table k and v are (pages, page_size, heads_kv, 256), and cu_seqlens_k counts the keys
-    of each sequence.
-    """
+    """`flash_attn_func` for packed sequences, as flash-attention 2's function of this name. With
+    block_table k and v are (pages, page_size, heads_kv, 256), and cu_seqlens_k counts the keys of
+    each sequence."""
     arguments = dict(locals())
     original = FLASH_ATTN_2.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
@@ -207,11 +205,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Write new rows to a cache, then attend over it, as flash-attention 2's function does.
-
-    Returns out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module
-    and `fa4_hd256.flash_attn_with_kvcache` do.
-    """
+    """Write new rows to a cache, then attend over it, as flash-attention 2's function does. Returns
+    out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module and
+    `fa4_hd256.flash_attn_with_kvcache` do."""
     arguments = dict(locals())
     original = FLASH_ATTN_2.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:

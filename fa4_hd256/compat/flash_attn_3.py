@@ -40,11 +40,9 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` with q, k and v in one tensor, as flash-attention 3's function.
-
-    qkv: (batch, seqlen, 3, heads, 256), or (batch, seqlen, heads + 2 heads_kv, 256) with
-    num_heads_q. Returns and raises as `flash_attn_func` does.
-    """
+    """`flash_attn_func` with q, k and v in one tensor, as flash-attention 3's function. qkv:
+    (batch, seqlen, 3, heads, 256), or (batch, seqlen, heads + 2 heads_kv, 256) with num_heads_q.
+    Returns and raises as `flash_attn_func` does."""
     arguments = dict(locals())
     original = FLASH_ATTN_3.checked("flash_attn_qkvpacked_func", arguments, qkv)
     if original is not None:
@@ -176,11 +174,9 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Write new rows to a cache, then attend over it, as flash-attention 3's function does.
-
-    Returns out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module
-    and `fa4_hd256.flash_attn_with_kvcache` do.
-    """
+    """Write new rows to a cache, then attend over it, as flash-attention 3's function does. Returns
+    out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module and
+    `fa4_hd256.flash_attn_with_kvcache` do."""
     arguments = dict(locals())
     original = FLASH_ATTN_3.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:
@@ -230,10 +226,8 @@ def get_scheduler_metadata(
     sm_margin: int = 0,
 ) -> Any:
     """Return None at head_dim 256: calls here need no scheduler_metadata, and ignore it.
-
     `fa4_hd256.get_scheduler_metadata` makes metadata for `fa4_hd256.flash_attn_with_kvcache`.
-    Another headdim goes to flash-attention 3 itself.
-    """
+    Another headdim goes to flash-attention 3 itself."""
     arguments = dict(locals())
     other = next((dim for dim in (headdim, headdim_v) if dim not in (None, 256)), None)
     if other is None:

@@ -99,11 +99,9 @@ def flash_attn_varlen_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Pair:
-    """`flash_attn_func` for sequences of different lengths, as flash-attn-4's of this name.
-
-    Returns and raises as `flash_attn_func` does, and NotImplementedError for mask_mod and
-    block_sparse_tensors with cu_seqlens, seqused or page_table.
-    """
+    """`flash_attn_func` for sequences of different lengths, as flash-attn-4's of this name. Returns
+    and raises as `flash_attn_func` does, and NotImplementedError for mask_mod and
+    block_sparse_tensors with cu_seqlens, seqused or page_table."""
     arguments = dict(locals())
     original = FLASH_ATTN_4.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
@@ -136,10 +134,8 @@ def flash_attn_combine(
     virtual_batch_idx: torch.Tensor | None = None,
     return_lse: bool = True,
 ) -> Pair:
-    """Combine results of KV splits, as flash-attn-4's function of this name.
-
-    Returns (out, lse), lse None without return_lse; see `fa4_hd256.compat.combine.combine`.
-    """
+    """Combine results of KV splits, as flash-attn-4's function of this name. Returns (out, lse),
+    lse None without return_lse; see `fa4_hd256.compat.combine.combine`."""
     FLASH_ATTN_4.refuse("flash_attn_combine", {"virtual_batch_idx": virtual_batch_idx})
     result, lse = combine(out_partial, lse_partial, out, out_dtype)
     return result, lse if return_lse else None

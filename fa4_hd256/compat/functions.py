@@ -80,11 +80,9 @@ def translate_score_mod(
 
 
 class _Translations:
-    """Cache of translations, each valid until something that its functions read changes.
-
-    make: translates a tuple of functions, which takes milliseconds. Its other arguments are what
-    the translation also depends on.
-    """
+    """Cache of translations, each valid until something that its functions read changes. make:
+    translates a tuple of functions, which takes milliseconds. Its other arguments are what the
+    translation also depends on."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make, self._lock = make, threading.Lock()
@@ -131,11 +129,8 @@ def _score_mod(
     count: int,
     packed: tuple[bool, bool] | None,
 ) -> ScoreMod:
-    """Return a `ScoreMod` without tensors.
-
-    functions: (score_mod, score_mod_bwd). count: of aux_tensors. packed: which sides have offsets
-    behind them.
-    """
+    """Return a `ScoreMod` without tensors. functions: (score_mod, score_mod_bwd). count: of
+    aux_tensors. packed: which sides have offsets behind them."""
     score_mod, score_mod_bwd = functions
 
     def given(place: Any, tensors: tuple[Any, ...]) -> dict[str, Any]:

@@ -49,10 +49,8 @@ def _attribute(device: Any, name: str) -> int:
 
 def resident_pairs(index: int) -> int:
     """Return how many CTA pairs a device runs at once if each CTA takes all shared memory of an SM.
-
     index: among the process's CUDA devices. Limits of the context (MPS) count. CUDA driver API,
-    cuOccupancyMaxActiveClusters. Raises DriverError.
-    """
+    cuOccupancyMaxActiveClusters. Raises DriverError."""
     with _context(index) as device:
         module = _checked("cuModuleLoadData", _PROBE)
         try:

@@ -28,11 +28,9 @@ _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen",
 
 
 def architecture_of(device: torch.device) -> Architecture:
-    """Return the architecture whose kernels work on tensors of a device.
-
-    A GPU's compute capability tells it. For the CPU it is what the simulator is to run
-    (`environment.architecture`). Raises ValueError for any other device.
-    """
+    """Return the architecture whose kernels work on tensors of a device. A GPU's compute capability
+    tells it. For the CPU it is what the simulator is to run (`environment.architecture`). Raises
+    ValueError for any other device."""
     if device.type == "cpu":
         return environment.architecture()
     accepted = (

@@ -28,10 +28,8 @@ def describe_family() -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a GPU that the operator needs.
-
-    pairs: CTA pairs, one CTA per SM, that it holds at once.
-    """
+    """Figures of a GPU that the operator needs. pairs: CTA pairs, one CTA per SM, that it holds at
+    once."""
 
     capability: tuple[int, int]
     sms: int

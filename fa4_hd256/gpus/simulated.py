@@ -30,10 +30,8 @@ def simulator() -> ModuleType:
 
 @contextlib.contextmanager
 def simulated_device() -> Iterator[Any]:
-    """The simulator's device, which within is one of the architecture that CPU tensors take.
-
-    Raises ValueError where the user's setting names one of another.
-    """
+    """The simulator's device, which within is one of the architecture that CPU tensors take. Raises
+    ValueError where the user's setting names one of another."""
     architecture = environment.architecture()
     with simulator().default_device(architecture.simulated) as device:
         if device.capability not in architecture.gpus:

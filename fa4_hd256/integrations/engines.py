@@ -36,11 +36,9 @@ _SLOPES = FunctionClass(ALIBI, ("float32 1",))
 def our_options(
     library: Library, function: str, options: dict[str, Any], q: torch.Tensor, k: torch.Tensor
 ) -> dict[str, Any]:
-    """Return the honoured options under our names.
-
-    Another kernel's plan is dropped, and so are scales of tensors that are not in float8, which
-    engines pass always. Raises as `Library.refuse` does.
-    """
+    """Return the honoured options under our names. Another kernel's plan is dropped, and so are
+    scales of tensors that are not in float8, which engines pass always. Raises as `Library.refuse`
+    does."""
     library.refuse(function, options)
     dropped: set[str] = set()
     for tensor, names in ((q, (Q_DESCALE,)), (k, KV_DESCALES)):

@@ -145,11 +145,9 @@ def score_mod_of(
 def mask_mod_of(
     function: Callable[..., torch.Tensor], device: torch.device | str = "cpu"
 ) -> MaskMod:
-    """Translate a mask_mod of FlexAttention into one that `flash_attn_func` takes.
-
-    function: of (batch, head, query, key), int32 tensors of no dimension on the device. It returns
-    such a bool. It may use what `score_mod_of` accepts, and errors are the same.
-    """
+    """Translate a mask_mod of FlexAttention into one that `flash_attn_func` takes. function: of
+    (batch, head, query, key), int32 tensors of no dimension on the device. It returns such a bool.
+    It may use what `score_mod_of` accepts, and errors are the same."""
     tensors: list[torch.Tensor] = []
     graph = ScoreGraph(function, torch.device(device), tensors, MASK)
     key, read = _key_and_tensors(graph.text, tensors)

@@ -34,11 +34,9 @@ def say_once(adapter: str, to: str, *tensors: torch.Tensor) -> None:
 def attend(
     tensors: Sequence[torch.Tensor], scale: float | None, window: Window, offsets: tuple[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) as flash attention lays them out.
-
-    tensors: q, k, v, (batch, rows, heads, head_dim), or with offsets (rows, heads, head_dim).
-    offsets: cu_seqlens_q and cu_seqlens_k, or None. Reading them waits for the GPU.
-    """
+    """Return (out, lse) as flash attention lays them out. tensors: q, k, v, (batch, rows, heads,
+    head_dim), or with offsets (rows, heads, head_dim). offsets: cu_seqlens_q and cu_seqlens_k, or
+    None. Reading them waits for the GPU."""
     outs, lses = [], []
     for q, k, v in _sequences(tensors, offsets):
         outs.append(_result(q, k, v, scale, window).transpose(1, 2))

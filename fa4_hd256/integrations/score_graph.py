@@ -145,10 +145,8 @@ _TURN = 6.28125, 2 * math.pi - 6.28125
 
 def _of_angle(function: Callable[..., Any]) -> Callable[[Float32], Float32]:
     """Return sin or cos by the hardware's approximation, within a few 2^-20 for angles up to 2^16.
-
     The approximation is that exact from -pi to pi only, so whole turns are subtracted first. The
-    exact functions would give every thread a stack, for larger angles.
-    """
+    exact functions would give every thread a stack, for larger angles."""
 
     def computed(x: Float32) -> Float32:
         turns = cute.math.floor(x * Float32(0.5 / math.pi) + Float32(0.5))
@@ -266,11 +264,8 @@ class _Captured(NamedTuple):
 
 class ScoreGraph(SelfDescribed):
     """Traced score_mod of (score, batch, head, query, key), or mask_mod without the score; all are
-    tensors of no dimension.
-
-    tensors: those that functions read, in the order in which kernels get them. Several graphs share
-    the list.  kind: `SCORE` or `MASK`.
-    """
+    tensors of no dimension. tensors: those that functions read, in the order in which kernels get
+    them. Several graphs share the list. kind: `SCORE` or `MASK`."""
 
     def __init__(
         self,

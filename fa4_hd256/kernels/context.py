@@ -24,11 +24,9 @@ OwnContext = TypeVar("OwnContext", bound="KernelContext")
 
 @dataclass(frozen=True)
 class KernelContext(SharedByReference):
-    """State that every warp role of one CTA shares; architectures and kernels add to it.
-
-    A context is made once, by a kernel's `set_up`, and read by all roles. Its fields have the same
-    values in all threads of the CTA unless a field says otherwise.
-    """
+    """State that every warp role of one CTA shares; architectures and kernels add to it. A context
+    is made once, by a kernel's `set_up`, and read by all roles. Its fields have the same values in
+    all threads of the CTA unless a field says otherwise."""
 
     #: Tensors of the call in global memory, and their TMA descriptors.
     tensors: Any
@@ -127,10 +125,8 @@ class KernelParts(NamedTuple):
 
 
 class TileKernel(Protocol):
-    """A kernel of tiles, as `shared_fields` needs it.
-
-    scheduled_warps: warps of a cluster that run the tile loop.
-    """
+    """A kernel of tiles, as `shared_fields` needs it. scheduled_warps: warps of a cluster that run
+    the tile loop."""
 
     problem_class: ProblemClass
     edges: EdgeTable
@@ -153,10 +149,8 @@ def shared_fields(
     order: TileOrder,
 ) -> dict[str, Any]:
     """Return the fields of a kernel's context but for `cta_rank` and `smem`; initialise barriers.
-
-    memory: laid out as the plan says.  sizes: seqlen_q, seqlen_k, query heads (or groups of them)
-    for each KV head, and what the kernel adds.
-    """
+    memory: laid out as the plan says. sizes: seqlen_q, seqlen_k, query heads (or groups of them)
+    for each KV head, and what the kernel adds."""
     problem_class = kernel.problem_class
     ragged = sequence_tensors(problem_class, kernel.ragged(tensors))
     entries = cache_entries(problem_class, tensors)
@@ -181,9 +175,7 @@ CLAIM_STEPS = 2
 @cute.jit
 def schedule(scheduler_class: Any, context: KernelContext) -> None:
     """Request each next tile when the load warp wants it; nothing to do under a static scheduler.
-
-    scheduler_class: of the `schedulers` protocol.
-    """
+    scheduler_class: of the `schedulers` protocol."""
     if cutlass.const_expr(scheduler_class.needs_scheduler_warp):
         scheduler = scheduler_class.create(context.order, context.channel)
         work = scheduler.initial_work()

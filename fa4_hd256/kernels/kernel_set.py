@@ -46,12 +46,9 @@ class KeyKernel:
 
 @dataclass(frozen=True)
 class BackwardKernel:
-    """One kernel of a backward.
-
-    name: its kind is backward_<name>.  results: which of "dq", "dk" and "dv" it makes, in the order
-    of its arguments.  has_ds: it writes or reads a stored dS.  computes_scores: it is another one
-    for each softcap, score_mod and mask_mod.
-    """
+    """One kernel of a backward. name: its kind is backward_<name>. results: which of "dq", "dk" and
+    "dv" it makes, in the order of its arguments. has_ds: it writes or reads a stored dS.
+    computes_scores: it is another one for each softcap, score_mod and mask_mod."""
 
     name: str
     results: tuple[str, ...]
@@ -125,10 +122,8 @@ class KernelSet:
 
     def config(self, direction: str) -> Any:
         """The class of a direction's configurations, "forward", "backward" or "mxfp8_backward".
-        Raises as `kernel`.
-
-        That of the forward has `tiles`, that of the backward `ds_bytes` and `of_kernel(kind)`.
-        """
+        Raises as `kernel`. That of the forward has `tiles`, that of the backward `ds_bytes` and
+        `of_kernel(kind)`."""
         return self._class(getattr(self, f"{direction}_config"), direction)
 
     def configs(self, direction: str) -> tuple[Any, ...]:

@@ -18,9 +18,7 @@ CODE_BITS = 4
 
 def quantized(values: list[Float32], scale: Float32) -> tuple[Int32, Int32]:
     """Return (codes, the block's scale in e4m3) of a lane's 8 values and those of its neighbour.
-
-    scale: the global one. For a whole warp.
-    """
+    scale: the global one. For a whole warp."""
     largest = functools.reduce(_larger, values, Float32(0.0))
     largest = _larger(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
     zero = Float32(0.0)

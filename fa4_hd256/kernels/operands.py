@@ -26,11 +26,8 @@ EVICT_LAST = 0x14F0000000000000
 
 
 class TmaTensor(NamedTuple):
-    """A TMA descriptor's copy atom and the coordinate tensor that goes with it.
-
-    from_start: that of tiles which are clipped at their start (`sequences.clipped_at_start`); None
-    where no tile is.
-    """
+    """A TMA descriptor's copy atom and the coordinate tensor that goes with it. from_start: that of
+    tiles which are clipped at their start (`sequences.clipped_at_start`); None where no tile is."""
 
     atom: Any
     tensor: Any

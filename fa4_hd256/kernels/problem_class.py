@@ -180,11 +180,9 @@ class ProblemClass:
 
 @dataclass(frozen=True)
 class GradientClass:
-    """Facts of a call that are compiled into a kernel that makes gradients.
-
-    problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
-    float32, one part for each piece of the group of query heads (never so for dQ).
-    """
+    """Facts of a call that are compiled into a kernel that makes gradients. problem: as for the
+    forward; the sink is none of theirs. partial: dK and dV are written in float32, one part for
+    each piece of the group of query heads (never so for dQ)."""
 
     problem: ProblemClass
     partial: bool = False

@@ -83,10 +83,8 @@ backward.register_autograd(refuse_second_order)
 
 def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
     """Return (dq, dk, dv, dsink, dgate) as `backward` has them, those of packed sequences without a
-    batch; what is not requested may be None or anything.
-
-    tensors: packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple.
-    """
+    batch; what is not requested may be None or anything. tensors: packed sequences with or without
+    a batch of 1. values: hashable, so `wanted` a tuple."""
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
         absent = [tensor is None for tensor in _optional(tensors)]

@@ -63,9 +63,7 @@ def _backward_flops(*arguments: Any, out_val: Any = None, **_options: Any) -> in
 
 def _pairs(tensors: Any, values: Any, lists: Any, bits: Any) -> int:
     """Return the pairs of queries and visible keys of a call, over all sequences and query heads.
-
-    lists, bits: of a block mask, by queries in the forward, by keys in the backward.
-    """
+    lists, bits: of a block mask, by queries in the forward, by keys in the backward."""
     batch, seqlen_q, heads, _ = tensors.q.shape
     if lists is not None:
         by_queries = isinstance(tensors, ForwardTensors)

@@ -31,12 +31,9 @@ class _Held:
 def attend_under_transforms(
     tensors: ForwardTensors, values: ForwardValues
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the operator; tensors with a batch.
-
-    Raises NotImplementedError for a call without gradients (`check_differentiable`) of which a
-    transform wants some, and inside torch.func.functionalize, for which PyTorch takes no gradients
-    of a user's.
-    """
+    """Return (out, lse) of the operator; tensors with a batch. Raises NotImplementedError for a
+    call without gradients (`check_differentiable`) of which a transform wants some, and inside
+    torch.func.functionalize, for which PyTorch takes no gradients of a user's."""
     kinds = {level.key() for level in transforms() or ()}
     if TransformType.Functionalize in kinds:
         raise NotImplementedError(

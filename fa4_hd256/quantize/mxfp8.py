@@ -54,11 +54,9 @@ class Mxfp8(NamedTuple):
 
 
 class Mxfp8Gradients(NamedTuple):
-    """Operands of the gradients of a call in mxfp8, beside its own.
-
-    q, k, v: the tensors of 16 bits that were quantized, to which gradients flow. v_columns: v with
-    blocks along the head's columns; q_rows, k_rows: q and k with blocks along the sequence.
-    """
+    """Operands of the gradients of a call in mxfp8, beside its own. q, k, v: the tensors of 16 bits
+    that were quantized, to which gradients flow. v_columns: v with blocks along the head's columns;
+    q_rows, k_rows: q and k with blocks along the sequence."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -116,13 +114,9 @@ def quantize_mxfp8_training(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> Mxfp8Training:
-    """Quantize q, k and v to mxfp8 for a call whose gradients flow to them (docs/training.md).
-
-    q, k, v: as of `quantize_mxfp8`, all bfloat16 or all float16. The gradient of the result is
-    quantized in the backward.
-
-    Raises as `quantize_mxfp8` does, and TypeError for other dtypes.
-    """
+    """Quantize q, k and v to mxfp8 for a call whose gradients flow to them (docs/training.md). q,
+    k, v: as of `quantize_mxfp8`, all bfloat16 or all float16. The gradient of the result is
+    quantized in the backward. Raises as `quantize_mxfp8` does, and TypeError for other dtypes."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         _check_kind(name, tensor)
     if q.dtype not in _HALVES or not q.dtype == k.dtype == v.dtype:
@@ -147,13 +141,9 @@ def dequantize_mxfp8(
     cu_seqlens: torch.Tensor | None = None,
     along_keys: bool = False,
 ) -> torch.Tensor:
-    """Return what codes stand for, in float64.
-
-    codes, descale: one tensor of `quantize_mxfp8` and its scales; cu_seqlens: its offsets, where it
-    is packed; along_keys: it is V, whose blocks are of keys.
-
-    Raises TypeError for other dtypes, ValueError for other shapes and offsets.
-    """
+    """Return what codes stand for, in float64. codes, descale: one tensor of `quantize_mxfp8` and
+    its scales; cu_seqlens: its offsets, where it is packed; along_keys: it is V, whose blocks are
+    of keys. Raises TypeError for other dtypes, ValueError for other shapes and offsets."""
     _check_kind("codes", codes)
     _check_rows("codes", codes, cu_seqlens)
     _check_kind("descale", descale)

@@ -77,9 +77,7 @@ def dequantize_nvfp4(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return the elements of codes and scales as `quantize_nvfp4` returns them; float64 is exact.
-
-    Raises TypeError or ValueError for other dtypes or shapes.
-    """
+    Raises TypeError or ValueError for other dtypes or shapes."""
     if codes.dtype != torch.uint8 or block_scales.dtype != torch.float8_e4m3fn:
         raise TypeError(
             f"codes are {codes.dtype}, block_scales {block_scales.dtype}; accepted: torch.uint8 "

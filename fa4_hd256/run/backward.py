@@ -133,11 +133,8 @@ def plan_backward(
     work: BackwardWork, tensors: BackwardTensors, ds_bytes: int | None = None
 ) -> LaunchPlan:
     """Return the plan of a backward, whose results are (dq, dk, dv, dsink, dgate), None for those
-    not requested.
-
-    tensors: those of the call; packed ones may lack the batch, which their gradients then lack,
-    too. ds_bytes: as of `BackwardWork.divided`.
-    """
+    not requested. tensors: those of the call; packed ones may lack the batch, which their gradients
+    then lack, too. ds_bytes: as of `BackwardWork.divided`."""
     device = work.problem.forward.device
     builder = PlanBuilder.for_tensors(device, BackwardTensors._fields, tensors)
     division = work.divided(ds_bytes)
@@ -266,11 +263,9 @@ def _written(problem: BackwardProblem, name: str) -> str:
 
 
 def stats_view(builder: PlanBuilder, problem: BackwardProblem, are_summed: bool = False) -> View:
-    """Statistics of the rows: (2, heads, padded rows) float32.
-
-    Between ragged sequences lie rows that no kernel writes or reads. are_summed: whether a sum over
-    all rows follows, for which they are those of padding.
-    """
+    """Statistics of the rows: (2, heads, padded rows) float32. Between ragged sequences lie rows
+    that no kernel writes or reads. are_summed: whether a sum over all rows follows, for which they
+    are those of padding."""
     forward = problem.forward
     _, seqlen, heads, _ = forward.q_shape
     packed = "cu_seqlens_q" in forward.ragged

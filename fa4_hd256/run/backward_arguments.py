@@ -33,11 +33,9 @@ def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
 
 @dataclass(frozen=True)
 class PreprocessTensors:
-    """Views of the tensors of one call of the preprocess kernel.
-
-    dlse: None where the problem has no gradient of the LSE. gates: with a gate of the result gate,
-    do and dgate of `PreprocessRows`.
-    """
+    """Views of the tensors of one call of the preprocess kernel. dlse: None where the problem has
+    no gradient of the LSE. gates: with a gate of the result gate, do and dgate of
+    `PreprocessRows`."""
 
     out: Any
     dout: Any

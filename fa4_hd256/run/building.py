@@ -16,19 +16,14 @@ from .catalogue import KINDS, KernelSpec
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
     """Return (kernel, arguments) for `cute.compile`, the arguments by type only; `tracing` compiles
-    them.
-
-    Raises NotImplementedError for a kernel that the architecture does not have, ValueError for a
-    configuration that cannot work (`kernels.proof`).
-    """
+    them. Raises NotImplementedError for a kernel that the architecture does not have, ValueError
+    for a configuration that cannot work (`kernels.proof`)."""
     return BUILDERS[spec.kind](spec)
 
 
 def _tile_kernel(spec: KernelSpec, problem_class: ProblemClass, cluster: int) -> Any:
-    """The kernel with its parts.  cluster: CTAs of one.
-
-    Raises ValueError for a configuration whose kernel would hang, or misuse its memory.
-    """
+    """The kernel with its parts. cluster: CTAs of one. Raises ValueError for a configuration whose
+    kernel would hang, or misuse its memory."""
     from ..kernels.backward.score_slopes import GradientFunctions
     from ..kernels.context import KernelParts
     from ..kernels.functions.kernel_functions import KernelFunctions

@@ -67,11 +67,8 @@ class KernelSpec:
 
 
 class TuningKey(NamedTuple):
-    """All that the forward's default configuration depends on but the number of keys.
-
-    causal: the mask bounds the keys on the right. gpu: rows of the tuning table
-    (`Gpu.tuning_name`).
-    """
+    """All that the forward's default configuration depends on but the number of keys. causal: the
+    mask bounds the keys on the right. gpu: rows of the tuning table (`Gpu.tuning_name`)."""
 
     architecture: Architecture
     tiles: ForwardTiles

@@ -50,9 +50,7 @@ _linking_lock = threading.RLock()
 @dataclass(frozen=True, eq=False)
 class Linked:
     """A host object that has been linked: CuTe DSL's module, which owns the code, and the callable.
-
-    Whatever launches the kernel keeps it: the callable's C function owns nothing.
-    """
+    Whatever launches the kernel keeps it: the callable's C function owns nothing."""
 
     module: Any
     function: Any
@@ -95,10 +93,8 @@ class CompiledKernel:
     @property
     def linked(self) -> Linked:
         """The host object in this process, linked once whichever threads ask for it first.
-
-        `functools.cached_property` has no lock from Python 3.12 on.  Two threads would link twice,
-        and one library would be unloaded under the launch that uses it.
-        """
+        `functools.cached_property` has no lock from Python 3.12 on. Two threads would link twice,
+        and one library would be unloaded under the launch that uses it."""
         found = self.in_process.linked
         if found is None:
             with _linking_lock:
@@ -118,10 +114,8 @@ class CompiledKernel:
         return Linked(module, module[self.object_prefix])
 
     def load(self) -> Any:
-        """Load it into the process's GPUs, and return CuTe DSL's callable for them.
-
-        Raises RuntimeError where a graph is captured and the kernel has not been loaded before.
-        """
+        """Load it into the process's GPUs, and return CuTe DSL's callable for them. Raises
+        RuntimeError where a graph is captured and the kernel has not been loaded before."""
         if not self.in_process.is_loaded:
             _refuse_capture(self.function_name)
         loaded = self.function.to(None)
@@ -251,11 +245,9 @@ _Entry = tuple[dict[str, Any], list[bytes]]
 
 
 def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
-    """Return (key, entry) of a prebuilt kernel; None for an entry that nobody built.
-
-    Raises as `prebuilt.active` and `Prebuilt.read`, and ValueError where a directory is in use that
-    has no kernel at all for the target.
-    """
+    """Return (key, entry) of a prebuilt kernel; None for an entry that nobody built. Raises as
+    `prebuilt.active` and `Prebuilt.read`, and ValueError where a directory is in use that has no
+    kernel at all for the target."""
     place = prebuilt.active()
     if place is None or not lasts(spec):
         return "", None
@@ -327,12 +319,9 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
 
 @contextlib.contextmanager
 def room_for_files() -> Iterator[None]:
-    """Send temporary files to memory if the temporary directory is full or missing.
-
-    CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
-    One thread at a time: the directory is the whole process's. Raises RuntimeError if there is no
-    room at all.
-    """
+    """Send temporary files to memory if the temporary directory is full or missing. CuTe DSL writes
+    what it compiles to such files, and LLVM ends the process where a write fails. One thread at a
+    time: the directory is the whole process's. Raises RuntimeError if there is no room at all."""
     places = ["/dev/shm"]
     with _files_lock:
         before = tempfile.tempdir

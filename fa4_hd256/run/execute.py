@@ -342,11 +342,9 @@ def _extent(view: View, address: int) -> tuple[int, int, str]:
 def maker(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, is_zero: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """Return the maker of contiguous tensors of a shape, of zeros or of anything.
-
-    It calls `torch.empty_like`, or zeros_like, on one element expanded to the shape: PyTorch reads
-    shape, dtype and device of a tensor in half the time that they take as arguments from Python.
-    """
+    """Return the maker of contiguous tensors of a shape, of zeros or of anything. It calls
+    `torch.empty_like`, or zeros_like, on one element expanded to the shape: PyTorch reads shape,
+    dtype and device of a tensor in half the time that they take as arguments from Python."""
     if is_captured(device):
         # What is made now is of the graph's own memory, which nothing may keep.
         make = torch.zeros if is_zero else torch.empty

@@ -234,11 +234,9 @@ def add_combine(
 def result_views(
     builder: PlanBuilder, problems: Sequence[Problem], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
-    """Declare memory for the results of a divided forward, by name.
-
-    Rows past seqused_q are not written: they are 0 with an LSE of -inf. Where keys are split, the
-    combining kernel writes every row of the results, and reads no O of a split whose LSE is -inf.
-    """
+    """Declare memory for the results of a divided forward, by name. Rows past seqused_q are not
+    written: they are 0 with an LSE of -inf. Where keys are split, the combining kernel writes every
+    row of the results, and reads no O of a split whose LSE is -inf."""
     last = problems[-1]
     is_split, is_clipped = last.num_splits > 1, "seqused_q" in last.ragged
     batch, heads, _ = last.lse_shape

@@ -52,10 +52,8 @@ def kernel_named(name: str) -> KernelSpec:
 
 
 def described(spec: KernelSpec) -> str:
-    """Return a kernel for people: its kind, and what of it is not the default.
-
-    "forward for sm_90a (dtype bfloat16, causal; block_kv 64)".
-    """
+    """Return a kernel for people: its kind, and what of it is not the default. "forward for sm_90a
+    (dtype bfloat16, causal; block_kv 64)"."""
     parts = [told for told in map(in_words, (spec.problem_class, spec.config)) if told]
     return f"{spec.kind} for {spec.architecture.name} ({'; '.join(parts) or 'defaults'})"
 

@@ -120,10 +120,8 @@ def _digest(parts: dict[str, Any]) -> str:
 
 @functools.cache
 def cpu_features() -> list[str]:
-    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on.
-
-    As Linux names them; no two CPUs are told apart where it names none.
-    """
+    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on. As Linux names
+    them; no two CPUs are told apart where it names none."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             name, _, value = line.partition(":")

@@ -24,10 +24,8 @@ PROGRESS_AFTER = 3.0
 
 def host_function(compiled: CompiledKernel, device: torch.device) -> Callable[[int], Any] | None:
     """The host code of a kernel, loaded into the process's GPUs: a function of the address of the
-    packed arguments. None for the CPU, whose kernels `simulate` runs.
-
-    Raises RuntimeError for one that is not loaded while a CUDA graph is captured.
-    """
+    packed arguments. None for the CPU, whose kernels `simulate` runs. Raises RuntimeError for one
+    that is not loaded while a CUDA graph is captured."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device), _every_gpu_can_take_it(device):

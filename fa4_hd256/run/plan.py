@@ -27,11 +27,9 @@ from .catalogue import KernelSpec
 
 
 class Lifetime(enum.Enum):
-    """Lifetime of memory.
-
-    CALL: as long as its tensor. UNREAD: the same, but where no caller reads it, it may be memory of
-    the device that all calls write to. STREAM: the counter of a stream (`tile_counter`).
-    """
+    """Lifetime of memory. CALL: as long as its tensor. UNREAD: the same, but where no caller reads
+    it, it may be memory of the device that all calls write to. STREAM: the counter of a stream
+    (`tile_counter`)."""
 
     CALL = "per call"
     UNREAD = "per call, shared where unread"

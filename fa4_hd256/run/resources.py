@@ -21,10 +21,8 @@ _HAS_SIZE, _REGISTERS, _STACK = 4, 0x2F, 0x12
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """Resources of a thread of a kernel.
-
-    registers: at launch.  stack, local: bytes; spills would be in either.
-    """
+    """Resources of a thread of a kernel. registers: at launch. stack, local: bytes; spills would be
+    in either."""
 
     registers: int
     stack: int
@@ -32,11 +30,9 @@ class ResourceUsage:
 
 
 def resource_usage(cubin: bytes, kernel: str | None = None) -> ResourceUsage:
-    """Return what a cubin's kernel uses.
-
-    kernel: its (mangled) name; without one, the largest figures of all kernels.  Raises
-    RuntimeError for a file of another form, and where the kernel is not in it.
-    """
+    """Return what a cubin's kernel uses. kernel: its (mangled) name; without one, the largest
+    figures of all kernels. Raises RuntimeError for a file of another form, and where the kernel is
+    not in it."""
     try:
         found = _usages(cubin)
     except (struct.error, KeyError, ValueError) as error:

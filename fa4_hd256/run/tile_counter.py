@@ -32,9 +32,7 @@ _lock = threading.Lock()
 
 def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
     """Return (1,) int32, 0, that no other launch uses at the same time as one on this stream.
-
-    stream: PyTorch's current one of the device; any number for the CPU.
-    """
+    stream: PyTorch's current one of the device; any number for the CPU."""
     if device.type == "cpu":
         return torch.zeros(1, dtype=torch.int32)
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -26,11 +26,9 @@ def check_unchanged(problem_class: Any) -> None:
 
 
 def trace_and_compile(spec: KernelSpec) -> Any:
-    """Trace and compile, past every cache; returns what `cute.compile` returned.
-
-    Line information is kept, so that the simulator and profilers can name the Python line. Raises
-    ValueError for functions of the user's that changed since their key was derived.
-    """
+    """Trace and compile, past every cache; returns what `cute.compile` returned. Line information
+    is kept, so that the simulator and profilers can name the Python line. Raises ValueError for
+    functions of the user's that changed since their key was derived."""
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
@@ -57,11 +55,9 @@ def trace_and_compile(spec: KernelSpec) -> Any:
 
 
 def _name_no_module(arguments: Any) -> None:
-    """Drop this package's own classes from a signature.
-
-    The host object holds the signature as a pickle, and a copy of the package under another name
-    loads the object. Launches read the annotations of numbers and pointers alone.
-    """
+    """Drop this package's own classes from a signature. The host object holds the signature as a
+    pickle, and a copy of the package under another name loads the object. Launches read the
+    annotations of numbers and pointers alone."""
     kept = [
         parameter.replace(annotation=inspect.Parameter.empty)
         if _is_own(parameter.annotation)
@@ -78,10 +74,8 @@ def _is_own(annotation: Any) -> bool:
 
 @contextlib.contextmanager
 def targeting(target: str) -> Iterator[None]:
-    """Make CuTe DSL trace for a target, whatever GPU is there, for the body only.
-
-    Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
-    """
+    """Make CuTe DSL trace for a target, whatever GPU is there, for the body only. Raises
+    RuntimeError where the user's settings for CuTe DSL ask for something else."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     requested = environment.requested_architecture()

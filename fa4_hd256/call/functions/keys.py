@@ -31,11 +31,8 @@ def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) ->
 
 
 def register(kind: FunctionKind, key: str, functions: Functions) -> None:
-    """Let kernels find functions by a key.
-
-    Raises ValueError for a key that names other functions already, or the same ones when they meant
-    something else.
-    """
+    """Let kernels find functions by a key. Raises ValueError for a key that names other functions
+    already, or the same ones when they meant something else."""
     known = kind.known(key)
     if known is not None and not mean_the_same(known, functions):
         raise ValueError(
@@ -50,10 +47,8 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
 
 
 class KernelFunction:
-    """A function of the user's that kernels evaluate: a `ScoreMod` or a `MaskMod`.
-
-    accepted: what users may pass, in words.
-    """
+    """A function of the user's that kernels evaluate: a `ScoreMod` or a `MaskMod`. accepted: what
+    users may pass, in words."""
 
     kind: ClassVar[FunctionKind]
     accepted: ClassVar[str]
@@ -71,10 +66,7 @@ class KernelFunction:
     @classmethod
     def read_by(cls, given: Any) -> tuple[dict[str, torch.Tensor], str | None]:
         """Return (tensors that a call's function reads, by operator argument; its key), none for
-        None.
-
-        Raises TypeError for another kind, ValueError for tensors that require gradients.
-        """
+        None. Raises TypeError for another kind, ValueError for tensors that require gradients."""
         if given is None:
             return {}, None
         name = cls.kind.argument

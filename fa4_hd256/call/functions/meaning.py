@@ -38,11 +38,9 @@ class UnnamedError(ValueError):
 
 
 def digest_of(functions: Sequence[Any], *, contents: bool = False) -> str:
-    """Return a digest of the meaning of functions, None for one that is not given.
-
-    contents: count lists, tensors and objects by what they hold now. Raises UnnamedError for what
-    another process could not tell.
-    """
+    """Return a digest of the meaning of functions, None for one that is not given. contents: count
+    lists, tensors and objects by what they hold now. Raises UnnamedError for what another process
+    could not tell."""
     digest = hashlib.sha256()
     for function in functions:
         for word in _Words(contents).of(function, ()):
@@ -55,10 +53,8 @@ _noted: dict[tuple[str, str], str | None] = {}
 
 
 def note_meaning(kind: FunctionKind, key: str, functions: Sequence[Any]) -> None:
-    """Keep what functions mean as they get a key of the user's own.
-
-    Raises ValueError for a key that was given to them when they meant something else.
-    """
+    """Keep what functions mean as they get a key of the user's own. Raises ValueError for a key
+    that was given to them when they meant something else."""
     meaning = _meaning(functions)
     if _noted.setdefault((kind.argument, key), meaning) != meaning:
         raise ValueError(
@@ -84,10 +80,8 @@ def mean_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def described_meaning(kind: FunctionKind, key: str) -> tuple[str | None, bool]:
     """Return (what caches add to a key of functions, whether another process may know them by it);
-    (None, True) where the key says all.
-
-    Raises ValueError where functions have changed since they got a key of the user's own.
-    """
+    (None, True) where the key says all. Raises ValueError where functions have changed since they
+    got a key of the user's own."""
     own = kind.users_key(key)
     functions = kind.functions_of(own)
     if all(function is None or _is_fixed(function) for function in functions):
@@ -140,11 +134,9 @@ _UNNAMED = frozenset((
 
 
 class _Words:
-    """Words that say all of what a value means.
-
-    contents: whether lists, tensors and objects count by what they hold, instead of being refused.
-    In methods `inside` has the values of which a value is a part.
-    """
+    """Words that say all of what a value means. contents: whether lists, tensors and objects count
+    by what they hold, instead of being refused. In methods `inside` has the values of which a value
+    is a part."""
 
     def __init__(self, contents: bool) -> None:
         self._contents = contents

@@ -67,10 +67,8 @@ class _UnknownError(Exception):
 
 
 class TensorStates:
-    """The state of some tensors: identity, memory, version and, on the CPU, contents.
-
-    Of tensors of a GPU that were made under inference_mode no change is noticed.
-    """
+    """The state of some tensors: identity, memory, version and, on the CPU, contents. Of tensors of
+    a GPU that were made under inference_mode no change is noticed."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self._known = [
@@ -148,10 +146,7 @@ def _read(function: Any) -> tuple[list[Any], list[torch.Tensor]] | None:
 
 
 class _Reader:
-    """Walks through values.
-
-    names: of attributes that are read of objects.
-    """
+    """Walks through values. names: of attributes that are read of objects."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.words: list[Any] = []

@@ -16,11 +16,9 @@ DTYPES = {torch.float32: "float32", torch.int32: "int32"}
 
 
 def check_tensors(kind: FunctionKind, tensors: Any, key: str) -> None:
-    """A tuple of tensors that kernels can read, for a function of a key.
-
-    Raises TypeError for another kind or dtype, ValueError for too many of them, or one without
-    dimensions or elements.
-    """
+    """A tuple of tensors that kernels can read, for a function of a key. Raises TypeError for
+    another kind or dtype, ValueError for too many of them, or one without dimensions or
+    elements."""
     if not isinstance(tensors, tuple):
         given = type(tensors).__name__
         raise TypeError(f"tensors of a {kind.title} is {given}; accepted: a tuple")

@@ -57,9 +57,7 @@ class UntilChanged:
 
     def made(self, tensor: torch.Tensor, make: Callable[[], Any], key: Hashable = None) -> Any:
         """Return what is known of a tensor by a key, else what `make` returns, which is then known.
-
-        Tensors that are made are no inference tensors, which a later training could not save.
-        """
+        Tensors that are made are no inference tensors, which a later training could not save."""
         known = self.get(tensor) or {}
         if key not in known:
             with torch.inference_mode(False):

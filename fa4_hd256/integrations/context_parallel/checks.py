@@ -47,11 +47,9 @@ class Arguments(NamedTuple):
 
 
 def batched(q: Any, k: Any, v: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """Return q, k, v with a batch dimension, and the sink.
-
-    Raises TypeError for an argument that is no tensor, and if k or v has another dtype than q: a
-    rank reads the bytes that it receives in q's dtype, and e4m3 scales are not exchanged.
-    """
+    """Return q, k, v with a batch dimension, and the sink. Raises TypeError for an argument that is
+    no tensor, and if k or v has another dtype than q: a rank reads the bytes that it receives in
+    q's dtype, and e4m3 scales are not exchanged."""
     sink = arguments.learnable_sink
     check_kinds({"q": q, "k": k, "v": v, "learnable_sink": sink}, {}, BY_RULE)
     for name, tensor in (("k", k), ("v", v)):

@@ -44,11 +44,8 @@ class Ranks:
     """Ranks of a group. rank: this process's; count: of all ranks."""
 
     def __init__(self, group: Any) -> None:
-        """group: None for all ranks.
-
-        Raises RuntimeError if torch.distributed is not initialised, or this process is not in the
-        group.
-        """
+        """group: None for all ranks. Raises RuntimeError if torch.distributed is not initialised,
+        or this process is not in the group."""
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "attention over ranks needs torch.distributed, which is not initialised; call "
@@ -71,11 +68,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Turn an error that this rank raises in the block into an error on all ranks.
-
-        The other ranks raise RuntimeError with the first rank's error, in this call and in every
-        later one.
-        """
+        """Turn an error that this rank raises in the block into an error on all ranks. The other
+        ranks raise RuntimeError with the first rank's error, in this call and in every later
+        one."""
         with explaining_transport_errors(self.rank, self.count):
             control = self.control
         control.check()

@@ -69,11 +69,9 @@ def _origin(head: int, device: torch.device) -> torch.Tensor:
 
 
 class _FailingTogether(torch.autograd.Function):
-    """A function of tensors whose forward and backward fail on all ranks if they fail on one.
-
-    It runs a separate autograd graph. So errors of all nodes of the backward, of exchanges and of
-    the operator between them, are seen in one place.
-    """
+    """A function of tensors whose forward and backward fail on all ranks if they fail on one. It
+    runs a separate autograd graph. So errors of all nodes of the backward, of exchanges and of the
+    operator between them, are seen in one place."""
 
     @staticmethod
     def forward(

@@ -121,11 +121,8 @@ class LocalResults(NamedTuple):
 
 
 class Attended:
-    """Running out and lse of a rank's queries over the keys seen so far.
-
-    The result of a part is merged when the next part begins: NOTE [room for a transfer] in
-    `ring.py`.
-    """
+    """Running out and lse of a rank's queries over the keys seen so far. The result of a part is
+    merged when the next part begins: NOTE [room for a transfer] in `ring.py`."""
 
     def __init__(self, q: torch.Tensor) -> None:
         batch, rows, heads, _ = q.shape
@@ -162,10 +159,8 @@ class Attended:
     def results(
         self, sink: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out in `dtype`, lse).
-
-        sink: a logit per head that takes part in the softmax with a value of 0, or None.
-        """
+        """Return (out in `dtype`, lse). sink: a logit per head that takes part in the softmax with
+        a value of 0, or None."""
         self._merge()
         if sink is not None:
             self._add_sink(sink)
@@ -229,10 +224,8 @@ def _lengths_of(
 
 @functools.lru_cache(maxsize=1024)
 def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the position of a part as `ScoreMod.in_part` takes it.
-
-    documents: offsets in the whole sequence; a document's number stands in for the batch index.
-    """
+    """Return the position of a part as `ScoreMod.in_part` takes it. documents: offsets in the whole
+    sequence; a document's number stands in for the batch index."""
     assert part.first is not None
     first_query, first_key = part.first
     pieces = part.documents or (0, len(part.queries))

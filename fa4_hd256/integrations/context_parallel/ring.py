@@ -33,11 +33,8 @@ _NOTHING: list[torch.Tensor | None] = [None, None]
 
 
 class Route(NamedTuple):
-    """The way of one rank's keys round the ring.
-
-    step: 1 for the next rank, -1 for the previous one. rows: positions that are sent. hops: the
-    number of ranks that receive them.
-    """
+    """The way of one rank's keys round the ring. step: 1 for the next rank, -1 for the previous
+    one. rows: positions that are sent. hops: the number of ranks that receive them."""
 
     step: int
     rows: Rows
@@ -66,11 +63,9 @@ def routes(division: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route,
 
 
 def _cut(distances: Sequence[int], ranks: int) -> int:
-    """Return the largest distance that rows travel forward; larger distances go backward.
-
-    The result minimises the number of hops, and among equals is the largest. distances: of readers
-    from owners, between 1 and ranks - 1.
-    """
+    """Return the largest distance that rows travel forward; larger distances go backward. The
+    result minimises the number of hops, and among equals is the largest. distances: of readers from
+    owners, between 1 and ranks - 1."""
 
     def hops(forward: int) -> int:
         beyond = [distance for distance in distances if distance > forward]
@@ -108,11 +103,8 @@ def _route(
 
 
 class _Passing:
-    """Rows that pass one rank in one direction.
-
-    At a hop the rank holds rows of rank `owner(hop)`. It has received them from rank `before`, and
-    sends them to rank `after`.
-    """
+    """Rows that pass one rank in one direction. At a hop the rank holds rows of rank `owner(hop)`.
+    It has received them from rank `before`, and sends them to rank `after`."""
 
     def __init__(self, ranks: Ranks, all_routes: Sequence[tuple[Route, Route]], direction: int):
         self._ranks = ranks

@@ -133,11 +133,9 @@ def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, .
 def local_parts(
     rows: Rows, mask: PositionMask
 ) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
-    """Return `parts_of` a rank's local rows in two halves, for the start and the end of its work.
-
-    A single part is cut between its queries. A part with packed documents, whose pieces would each
-    be a call, and one with a mask by units, which cannot be cut, stays whole and comes first.
-    """
+    """Return `parts_of` a rank's local rows in two halves, for the start and the end of its work. A
+    single part is cut between its queries. A part with packed documents, whose pieces would each be
+    a call, and one with a mask by units, which cannot be cut, stays whole and comes first."""
     parts = parts_of(rows, rows, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
         count = sum(map(len, rows))
@@ -221,11 +219,9 @@ def _simplified(side: int | None, longest: int) -> int | None:
 
 
 def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
-    """Return the part of two spans of one document, without rows and keys that see nothing.
-
-    Row i of n sees keys i + low to i + high of m. Rows -high to m - 1 - low see at least one key.
-    Without the other rows no bound is behind the bottom-right diagonal.
-    """
+    """Return the part of two spans of one document, without rows and keys that see nothing. Row i
+    of n sees keys i + low to i + high of m. Rows -high to m - 1 - low see at least one key. Without
+    the other rows no bound is behind the bottom-right diagonal."""
     rows, columns, distance = len(queries), len(keys), queries.start - keys.start
     low = -rows if mask.left is None else distance - mask.left
     high = columns if mask.right is None else distance + mask.right
@@ -261,10 +257,8 @@ def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
 
 
 def _union(one: SpanPart, two: SpanPart) -> SpanPart | None:
-    """Return one part for both, None if no call covers exactly both.
-
-    Rows of `two` follow those of `one`.
-    """
+    """Return one part for both, None if no call covers exactly both. Rows of `two` follow those of
+    `one`."""
     if one.documents is not None or two.documents is not None:
         return None
     sees_all, is_causal = (None, None), (None, 0)

@@ -29,11 +29,9 @@ def flash_attn_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Return attention as `fa4_hd256.flash_attn_func` does.
-
-    Layers of another head_dim than 256 take PyTorch's SDPA. Raises NotImplementedError for
-    dropout, and at another head_dim for a softcap or a sink.
-    """
+    """Return attention as `fa4_hd256.flash_attn_func` does. Layers of another head_dim than 256
+    take PyTorch's SDPA. Raises NotImplementedError for dropout, and at another head_dim for a
+    softcap or a sink."""
     _refuse_dropout(dropout_p)
     options: dict[str, Any] = {"softcap": softcap, "learnable_sink": learnable_sink}
     if has_other_dim(q, k, v):
@@ -71,10 +69,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     page_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention of packed sequences as `fa4_hd256.flash_attn_varlen_func` does.
-
-    Raises as `flash_attn_func` does, and NotImplementedError for pages at another head_dim.
-    """
+    """Return attention of packed sequences as `fa4_hd256.flash_attn_varlen_func` does. Raises as
+    `flash_attn_func` does, and NotImplementedError for pages at another head_dim."""
     _refuse_dropout(dropout_p)
     options: dict[str, Any] = {
         "softcap": softcap,

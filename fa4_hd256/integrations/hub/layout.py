@@ -54,10 +54,8 @@ python-depends = {json.dumps(PYTHON_DEPENDS)}
 
 
 def write(out: Path) -> Path:
-    """Write the kernel into `out` and return the folder that `kernels` imports.
-
-    Raises FileExistsError if `out` is a folder with files of something else.
-    """
+    """Write the kernel into `out` and return the folder that `kernels` imports. Raises
+    FileExistsError if `out` is a folder with files of something else."""
     variant = out / "build" / "torch-cuda"
     if out.exists() and any(out.iterdir()) and not (variant / "metadata.json").exists():
         raise FileExistsError(f"{out} is not empty; accepted: a new folder or an earlier kernel")

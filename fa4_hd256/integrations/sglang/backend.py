@@ -40,10 +40,8 @@ _MANY_QUERIES = 257
 
 
 class SGLangBackend(AttentionBackend):
-    """Attention of a model's layers.
-
-    draft_step: the step of a draft that this backend serves; None for all else.
-    """
+    """Attention of a model's layers. draft_step: the step of a draft that this backend serves; None
+    for all else."""
 
     # Bounds follow from the lengths on the host where SGLang has them, else from the context.
     needs_cpu_seq_lens = False
@@ -118,10 +116,8 @@ class SGLangBackend(AttentionBackend):
         in_capture: bool,
         build: Callable[[ForwardBatch, bool], EngineStep],
     ) -> EngineStep:
-        """Return the step that a graph reads, filled. build: as `_step`.
-
-        Launches of a graph keep their bounds. So those of a capture are the largest.
-        """
+        """Return the step that a graph reads, filled. build: as `_step`. Launches of a graph keep
+        their bounds. So those of a capture are the largest."""
         rows = forward_batch.positions.numel()
         key = forward_batch.forward_mode, forward_batch.batch_size, rows
         step = build(forward_batch, in_capture)

@@ -20,10 +20,7 @@ OTHERS = "triton"
 
 
 def create(runner: Any) -> AttentionBackend:
-    """Return the backend of a model.
-
-    Raises ValueError if none of its layers has head_dim 256.
-    """
+    """Return the backend of a model. Raises ValueError if none of its layers has head_dim 256."""
     dims = head_dims(runner)
     if OURS not in dims:
         raise ValueError(

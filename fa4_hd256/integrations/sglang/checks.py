@@ -43,10 +43,8 @@ def head_dims(runner: Any) -> set[tuple[int, int]]:
 
 
 def check_runner(runner: Any) -> None:
-    """Raise NotImplementedError or ValueError for what the backend cannot serve.
-
-    runner: SGLang's, whose pools are there already.
-    """
+    """Raise NotImplementedError or ValueError for what the backend cannot serve. runner: SGLang's,
+    whose pools are there already."""
     parallel, config = get_parallel(), runner.model_config
     refused = {
         "a model with MLA": runner.use_mla_backend,

@@ -38,11 +38,9 @@ class ImageRows:
         before: Sequence[int],
         device: torch.device,
     ) -> ImageRows | None:
-        """Return the images that lie in a step as a whole, or None.
-
-        spans: (request, first, last) positions of an image. new, before: rows of each request in
-        the step, and before it. An image that a step has a part of stays causal, as in SGLang.
-        """
+        """Return the images that lie in a step as a whole, or None. spans: (request, first, last)
+        positions of an image. new, before: rows of each request in the step, and before it. An
+        image that a step has a part of stays causal, as in SGLang."""
         begins = [0, *itertools.accumulate(new)]
         whole = [
             (request, first, last)
@@ -125,11 +123,8 @@ class EngineStep:
 
 
 class Tables:
-    """Page tables of requests.
-
-    req_to_token: (requests, positions) int32. to_window: translates slots to those of the cache of
-    layers with a sliding window; None if it is the same cache.
-    """
+    """Page tables of requests. req_to_token: (requests, positions) int32. to_window: translates
+    slots to those of the cache of layers with a sliding window; None if it is the same cache."""
 
     def __init__(
         self,
@@ -200,11 +195,9 @@ def draft_steps(
 
 
 def tree_of(mask: torch.Tensor, lengths: torch.Tensor, nodes: int, of_nodes: bool) -> torch.Tensor:
-    """Return which node sees which, (requests, nodes, nodes) bool.
-
-    mask: flat. of_nodes: it has nodes x nodes values a request, else nodes x (length + nodes), keys
-    before the tree among them. A request of padding, behind the mask, has anything.
-    """
+    """Return which node sees which, (requests, nodes, nodes) bool. mask: flat. of_nodes: it has
+    nodes x nodes values a request, else nodes x (length + nodes), keys before the tree among them.
+    A request of padding, behind the mask, has anything."""
     requests, device = lengths.shape[0], lengths.device
     node = torch.arange(nodes, device=device)
     if of_nodes:
@@ -223,9 +216,7 @@ def node_tables(
 ) -> dict[str, torch.Tensor]:
     """Return the fields of one sequence for each node of a tree: the last keys before it, then the
     nodes that it sees, each in its position. A sliding window counts positions, not a node's rows.
-
-    seen: as `tree_of` returns it. reach: keys before its own that a query sees.
-    """
+    seen: as `tree_of` returns it. reach: keys before its own that a query sees."""
     nodes, device = seen.shape[1], seen.device
     before = lengths.clamp(max=reach)[:, None, None]
     column = torch.arange(reach + nodes, device=device)
@@ -247,10 +238,8 @@ def node_tables(
 
 
 class GraphBuffers:
-    """Tensors that captured graphs read, and that are filled again before each replay.
-
-    Graphs of all batch sizes share them: no two of a backend run at once.
-    """
+    """Tensors that captured graphs read, and that are filled again before each replay. Graphs of
+    all batch sizes share them: no two of a backend run at once."""
 
     def __init__(self, most_requests: int) -> None:
         self._most_requests = most_requests

@@ -15,10 +15,8 @@ _PAGES_OF_TREES = "speculative_eagle_topk > 1 with page_size > 1 is only support
 
 
 def register() -> None:
-    """Register the backend by its name, for targets and drafts.
-
-    Lists of names that SGLang has no adder for are reached by its hooks.
-    """
+    """Register the backend by its name, for targets and drafts. Lists of names that SGLang has no
+    adder for are reached by its hooks."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention import attention_registry as registry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -89,10 +89,8 @@ def seen_by(
     description: Description, q_shape: torch.Size, seqlen_k: int, device: torch.device | str
 ) -> torch.Tensor:
     """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
-
     q_shape: (batch, seqlen_q). The last query in use is aligned with the last key in use, of each
-    sequence.
-    """
+    sequence."""
     window, ranges, offsets, _, begins = description
     if offsets is not None:
         of_all = packed_seen(window, (offsets, offsets), (q_shape.numel(),) * 2)
@@ -117,11 +115,8 @@ def seen_by(
 def packed_seen(
     window: Window, offsets: tuple[torch.Tensor, torch.Tensor], totals: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the mask of packed rows, (total_q, total_k) bool.
-
-    offsets: of queries and of keys, (sequences + 1,) integers. The last query of a sequence is
-    aligned with its last key.
-    """
+    """Return the mask of packed rows, (total_q, total_k) bool. offsets: of queries and of keys,
+    (sequences + 1,) integers. The last query of a sequence is aligned with its last key."""
     numbers, from_end = [], []
     for side, total in zip(offsets, totals):
         rows = torch.arange(total, device=side.device)

@@ -58,11 +58,9 @@ def attend(
     arguments: dict[str, Any],
     ds_bytes: int | None,
 ) -> torch.Tensor:
-    """Compute attention with a mask that is read when the graph runs.
-
-    q, k, v: (batch, seqlen, heads, 256). mask: bool, four dimensions as for `tiles_of`, or two as
-    for `counted`. arguments: softmax_scale, softcap and learnable_sink of `flash_attn_func`.
-    """
+    """Compute attention with a mask that is read when the graph runs. q, k, v: (batch, seqlen,
+    heads, 256). mask: bool, four dimensions as for `tiles_of`, or two as for `counted`. arguments:
+    softmax_scale, softcap and learnable_sink of `flash_attn_func`."""
     scale = arguments["softmax_scale"]
     out, _ = masked_forward(
         q,
@@ -89,9 +87,7 @@ def masked_forward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `attend`. lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
-
-    bounds: the two sides of the window, and ds_bytes; -1 for None.
-    """
+    bounds: the two sides of the window, and ds_bytes; -1 for None."""
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "softcap": softcap,
@@ -133,10 +129,8 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def masked_backward(
     *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink) of `masked_forward`; dsink is empty without a sink.
-
-    arguments: as in the schema. It has no list of tensors, since PyTorch cannot batch one.
-    """
+    """Return (dq, dk, dv, dsink) of `masked_forward`; dsink is empty without a sink. arguments: as
+    in the schema. It has no list of tensors, since PyTorch cannot batch one."""
     dout, q, k, v, out, lse, sink, mask, bounds, scale, softcap = arguments
     left, right, ds_bytes = (None if number == _NONE else number for number in bounds)
     config = backward_config_of(ds_bytes, q.device)

@@ -165,10 +165,8 @@ _additive = UntilChanged()
 
 def _seen_of_additive(mask: torch.Tensor) -> torch.Tensor:
     """Return the bool mask for a float mask that is added to scores; all layers of a pass share it.
-
     Raises ValueError unless each entry is 0, or -inf or the dtype's lowest number: other numbers
-    are a bias. Under torch.compile the graph raises RuntimeError instead.
-    """
+    are a bias. Under torch.compile the graph raises RuntimeError instead."""
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "attention_mask is a float tensor that requires gradients; accepted: a constant one, "
@@ -398,9 +396,7 @@ def _padded(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     """Compute attention of the rows in use, which are moved to the front and counted by seqused.
-
-    Nothing waits for the device; all shapes are those of the padded tensors.
-    """
+    Nothing waits for the device; all shapes are those of the padded tensors."""
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
     if arguments[OUT_GATE] is not None:
         arguments = {**arguments, OUT_GATE: _rolled(arguments[OUT_GATE], first_query)}

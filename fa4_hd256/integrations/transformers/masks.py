@@ -89,11 +89,9 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
-    """Return True if the model needs booleans, to combine them with masks of its own.
-
-    Such a model forbids transformers to skip the mask. So do packed sequences, a user's function
-    (use_vmap) and single-token steps with a static cache, which need no booleans.
-    """
+    """Return True if the model needs booleans, to combine them with masks of its own. Such a model
+    forbids transformers to skip the mask. So do packed sequences, a user's function (use_vmap) and
+    single-token steps with a static cache, which need no booleans."""
     kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
     if may_skip or options.get("use_vmap") or band.sequences is not None:
@@ -121,10 +119,8 @@ def _window_of(band: Band) -> Window | None:
 
 def _is_aligned(window: Window, lengths: _Lengths) -> bool:
     """Return True if kernels, which align the last query with the last key, see the same keys.
-
     Without bounds any alignment is the same. Keys behind the last query are cut off, so there must
-    be none if the window reaches behind a query.
-    """
+    be none if the window reaches behind a query."""
     if window == (None, None):
         return True
     if window[1] == 0:
@@ -175,10 +171,8 @@ _UNORDERED = (
 
 
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
-    """Return the rows in use, (batch, 4), for keys in use, (batch, keys) bool.
-
-    first_query: the key at the first query's position; None if queries are another sequence.
-    """
+    """Return the rows in use, (batch, 4), for keys in use, (batch, keys) bool. first_query: the key
+    at the first query's position; None if queries are another sequence."""
     start = in_use.int().argmax(dim=-1)
     end = start + in_use.sum(dim=-1)
     if first_query is None:
@@ -190,10 +184,8 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
 
 def _packed(band: Band, request: _Request) -> torch.Tensor:
     """Return the packed form for the ids of a band, or the dense mask if an id occurs again later.
-
     torch.compile cannot count: ids that transformers made from position_ids give the uncounted
-    form.
-    """
+    form."""
     tracing = torch.compiler.is_compiling()
     lengths, ids, positions = request.lengths, band.sequences, band.positions
     window = _window_of(Band(band.low, band.high))
@@ -280,9 +272,7 @@ def _evaluated(request: _Request) -> torch.Tensor:
 
 def _counted(seen: torch.Tensor) -> torch.Tensor:
     """Return the mask as a tensor whose version PyTorch counts, with a batch of 1 if expanded.
-
-    Layers share what is made from a mask while its version stays. Inference tensors have none.
-    """
+    Layers share what is made from a mask while its version stays. Inference tensors have none."""
     if seen.stride(0) == 0:
         seen = seen[:1]
     if not seen.is_inference():

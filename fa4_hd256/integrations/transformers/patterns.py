@@ -18,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class Band:
-    """Pairs of a query and a key with low <= query position - key position <= high.
-
-    None is no bound. sequences: (batch, length) ids, equal for query and key. positions: (batch,
-    length) positions to which the bounds apply; None: the indices. is_empty: there is no pair.
-    """
+    """Pairs of a query and a key with low <= query position - key position <= high. None is no
+    bound. sequences: (batch, length) ids, equal for query and key. positions: (batch, length)
+    positions to which the bounds apply; None: the indices. is_empty: there is no pair."""
 
     #: Mask functions move one result to the device of another.
     device = None
@@ -100,10 +98,8 @@ def _of_both(choose: Callable[..., int], one: int | None, other: int | None) -> 
 
 
 class _Value:
-    """Symbol for of_query * query position + of_key * key position + constant.
-
-    table: the tensor whose entries at [batch, position] replace the positions, or None.
-    """
+    """Symbol for of_query * query position + of_key * key position + constant. table: the tensor
+    whose entries at [batch, position] replace the positions, or None."""
 
     device = None
 

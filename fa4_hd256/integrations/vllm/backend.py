@@ -149,12 +149,9 @@ class Impl(AttentionImpl[Metadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the attention of the step's rows to output, and return it.
-
-        query, output: (rows, heads, 256); key, value: (rows, heads_kv, 256), which encoders alone
-        read. Rows past num_actual_tokens are padding. attn_metadata: None while vLLM measures its
-        memory.
-        """
+        """Write the attention of the step's rows to output, and return it. query, output: (rows,
+        heads, 256); key, value: (rows, heads_kv, 256), which encoders alone read. Rows past
+        num_actual_tokens are padding. attn_metadata: None while vLLM measures its memory."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale is given; accepted: None, results in 16 bits")
         if attn_metadata is None:

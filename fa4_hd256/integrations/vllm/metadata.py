@@ -77,11 +77,9 @@ class Requests:
 
 @dataclass(frozen=True)
 class Images:
-    """Rows of a step that lie in images. A span is what a step has of an image.
-
-    rows: (n,) int64, places in q. places: (spans,) int64, of their requests in the batch. The
-    others are as in `Requests`, for spans.
-    """
+    """Rows of a step that lie in images. A span is what a step has of an image. rows: (n,) int64,
+    places in q. places: (spans,) int64, of their requests in the batch. The others are as in
+    `Requests`, for spans."""
 
     rows: torch.Tensor
     places: torch.Tensor

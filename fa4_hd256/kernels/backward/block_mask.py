@@ -47,11 +47,9 @@ def least_section(problem_class: Any, clusters: Any) -> Any:
 
 
 class BlockList(SharedByReference):
-    """The list of one block of keys or of queries.
-
-    entries: (1 or heads, 1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS)
-    int32, by keys, None where there are none.
-    """
+    """The list of one block of keys or of queries. entries: (1 or heads, 1 + most tiles,
+    STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32, by keys, None where there are
+    none."""
 
     def __init__(self, entries: cute.Tensor, bits: Any) -> None:
         self._entries, self._bits = entries, bits
@@ -102,10 +100,8 @@ class BlockList(SharedByReference):
         self, place: tuple[Int32, Int32], half: Int32, keys: list[Int32], words: tuple[Int32, Int32]
     ) -> tuple[Boolean, tuple[Int32, ...]]:
         """Return (whether there may be a query that does not see a key, words of bits of queries).
-
-        place, half: see `bit_tile`; keys: in the half.  words: (the first of two words of each key,
-        by how many bits they are moved down).
-        """
+        place, half: see `bit_tile`; keys: in the half. words: (the first of two words of each key,
+        by how many bits they are moved down)."""
         bit_tile = self.bit_tile(place, half)
         first, shift = words
         rows = self._bits[cutlass.max(bit_tile, NOTHING), None, None]

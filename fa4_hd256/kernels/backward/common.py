@@ -53,10 +53,8 @@ class BackwardKernelTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardContext(KernelContext):
-    """State that every warp role of one CTA of a gradient kernel shares.
-
-    Buffers in `smem`: those of the kernel's `smem(memory)`, which has their shapes.
-    """
+    """State that every warp role of one CTA of a gradient kernel shares. Buffers in `smem`: those
+    of the kernel's `smem(memory)`, which has their shapes."""
 
     tensors: BackwardKernelTensors
 
@@ -162,10 +160,8 @@ class BackwardEntry:
 
 class Step(Carried):
     """Queries of one query head that a tile of keys meets: (head, which of them, counted in the
-    kernel's steps); lives across loops.
-
-    span: [begin, end) of the steps of each head, which a loop over them does not change.
-    """
+    kernel's steps); lives across loops. span: [begin, end) of the steps of each head, which a loop
+    over them does not change."""
 
     CARRIED: ClassVar[tuple[str, ...]] = ("head", "index")
 

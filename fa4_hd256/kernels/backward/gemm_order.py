@@ -18,10 +18,8 @@ from .ds_tiles import count_blocks
 
 @dataclass(frozen=True)
 class GemmOrder(SharedByReference):
-    """The tiles of a part of a KV head's query heads.
-
-    blocks_k, blocks_q: of 256 rows, of the longest sequence.  heads: query heads of a part.
-    """
+    """The tiles of a part of a KV head's query heads. blocks_k, blocks_q: of 256 rows, of the
+    longest sequence. heads: query heads of a part."""
 
     blocks_k: Any
     blocks_q: Any
@@ -62,10 +60,8 @@ class GemmOrder(SharedByReference):
 
     def tile(self, number: Any) -> tuple[Any, Any, Any]:
         """Return (whether it is of dK, block of its rows, if it is of dQ which query head of the
-        part).
-
-        Tiles of the two kinds alternate as far as there are both; of either the longest come first.
-        """
+        part). Tiles of the two kinds alternate as far as there are both; of either the longest come
+        first."""
         both = self._both
         takes_turns = number < 2 * both
         of_keys = select(takes_turns, number % 2 == 0, self.blocks_k > both)

@@ -31,12 +31,9 @@ from .gemm_order import GemmOrder
 
 @dataclass(frozen=True)
 class ResultTile(SharedByReference):
-    """Result that a tile of the launch computes.
-
-    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or a
-    query head.  first_head, num_heads: query heads whose dS is summed; none where the last part of
-    a group is short.
-    """
+    """Result that a tile of the launch computes. of_keys: of dK, else of dQ. block: of 256 rows.
+    head: of the result: a part of a KV head, or a query head. first_head, num_heads: query heads
+    whose dS is summed; none where the last part of a group is short."""
 
     of_keys: Boolean
     block: Int32
@@ -46,11 +43,9 @@ class ResultTile(SharedByReference):
 
 
 class Walk(Carried):
-    """The step of a tile: (query head, place); lives across loops.
-
-    Places rise from `start`, and after the last of [begin, end) go on at the first, until they are
-    back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
-    """
+    """The step of a tile: (query head, place); lives across loops. Places rise from `start`, and
+    after the last of [begin, end) go on at the first, until they are back at `start`, where the
+    next head begins. A tile of dQ counts them down: `column`."""
 
     CARRIED = ("head", "place")
 
@@ -97,8 +92,7 @@ class Walk(Carried):
 class GemmTiles:
     """Tiles of a kernel of both GEMMs, which owns them. A tile's head counts parts of KV heads, as
     in the kernel of dV; its block counts the tiles of dK and of dQ of that part, interleaved as far
-    as there are both.
-    """
+    as there are both."""
 
     problem_class: Any
 

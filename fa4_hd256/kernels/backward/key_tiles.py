@@ -25,10 +25,7 @@ from .ds_tiles import BLOCK_TILES, StoredDs
 
 class ListedStep(Step):
     """A step of a list with as many steps as tiles of queries, which knows this tile and has loaded
-    the next one's.
-
-    listed: what the list says at a place.
-    """
+    the next one's. listed: what the list says at a place."""
 
     CARRIED = (*Step.CARRIED, "tile", "next_tile")
 
@@ -40,11 +37,8 @@ class ListedStep(Step):
 
     @classmethod
     def first(cls, step: Step, block_list: BlockList) -> ListedStep:
-        """Start from the first step of a tile.
-
-        The list is read at places that depend on the lane, by what is 0: NOTE [numbers of a thread]
-        of `block_mask`.
-        """
+        """Start from the first step of a tile. The list is read at places that depend on the lane,
+        by what is 0: NOTE [numbers of a thread] of `block_mask`."""
         zero = cute.arch.shuffle_sync(Int32(0), cute.arch.lane_idx())
 
         def listed(place: Int32) -> Int32:
@@ -152,10 +146,8 @@ class KeyTiles:
         place: tuple[WorkTile, Any],
         target: tuple[cute.Pointer, cute.Tensor],
     ) -> None:
-        """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4).
-
-        place: (tile, step).  target: (barrier, tensor of SMEM).
-        """
+        """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4). place:
+        (tile, step). target: (barrier, tensor of SMEM)."""
         (work, step), (barrier, destination), queries = place, target, self.plan.step_columns
         offset = context.sequences.padded_query_offset(work.batch)
         row = offset + self.query_tile(context, work, step) * queries

@@ -42,10 +42,8 @@ class SlopedChange(ScoreChange):
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
     ) -> Callable[[int, Float32], Float32] | None:
         """Change scores without instructions on pairs; return a function from the number of a score
-        and the changed score, masked or not, to its slope; None where the slope is 1.
-
-        The softcap's slope takes no register of its own so.
-        """
+        and the changed score, masked or not, to its slope; None where the slope is 1. The softcap's
+        slope takes no register of its own so."""
         if self.by_place and self.has_slopes:
             slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
             self._each(scores, scale, places, slopes)

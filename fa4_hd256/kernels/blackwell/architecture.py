@@ -30,11 +30,9 @@ _OF_FEW_ROWS = {config.tiles: config for config in (*DECODE, *DECODE_E4M3, *DECO
 
 
 def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: bool) -> Any:
-    """The default configuration of a call with such tiles: `KernelSet`.
-
-    Loads bound tiles of few rows, never exponentials: every mask, length and GPU gets the same.
-    Others take the exp2 mix of the tuning table; gpu: "B200" or "B300".
-    """
+    """The default configuration of a call with such tiles: `KernelSet`. Loads bound tiles of few
+    rows, never exponentials: every mask, length and GPU gets the same. Others take the exp2 mix of
+    the tuning table; gpu: "B200" or "B300"."""
     few = _OF_FEW_ROWS.get(tiles)
     if few is not None:
         return few

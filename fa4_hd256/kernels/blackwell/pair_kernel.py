@@ -21,11 +21,8 @@ from .pair_plan import CTAS
 
 @dataclass(frozen=True)
 class PairContext(KernelContext):
-    """State that every warp role of one CTA shares; kernels add to it.
-
-    A tensor-memory address has the lane in its upper 16 bits and the column of 32 bits in its
-    lower ones.
-    """
+    """State that every warp role of one CTA shares; kernels add to it. A tensor-memory address has
+    the lane in its upper 16 bits and the column of 32 bits in its lower ones."""
 
     #: Word of shared memory that receives the address of the allocated tensor memory.
     tmem_address: cute.Pointer

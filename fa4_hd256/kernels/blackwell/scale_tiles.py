@@ -23,11 +23,9 @@ ATOM_WORDS, SCALE_ALIGNMENT = ATOM_BYTES // FLOAT_BYTES, 128
 
 
 class ScaleTiles:
-    """Base of a context: the numbers of the tiles of scales.
-
-    first_tiles: of one tile, those of its sequence among the packed ones, of queries and of keys;
-    None until they are counted (`counted`).
-    """
+    """Base of a context: the numbers of the tiles of scales. first_tiles: of one tile, those of its
+    sequence among the packed ones, of queries and of keys; None until they are counted
+    (`counted`)."""
 
     first_tiles: tuple[Int32, Int32] | None
     sequences: Any

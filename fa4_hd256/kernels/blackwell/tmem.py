@@ -28,10 +28,8 @@ def tmem_buffer(tmem: Any, plan: TmemPlan, name: str, state: RingState) -> Int32
 
 def tmem_load(address: Any, values: cute.Tensor, each: int = DEFAULT_COLUMNS) -> None:
     """tcgen05.ld.32x32b (PTX ISA 9.7.16.8): this thread's row, as many columns as `values`.
-
-    `address` names the warp's own lanes.  `values`: register tensor of Float32, at most `each`
-    columns, those of one instruction, or a multiple of them; wait before use.
-    """
+    `address` names the warp's own lanes. `values`: register tensor of Float32, at most `each`
+    columns, those of one instruction, or a multiple of them; wait before use."""
     columns = cute.size(values)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, each))), Float32)
     tensor = _tmem_tensor(address, columns)
@@ -77,9 +75,7 @@ def multiply_rows(values: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 def _tmem_tensor(address: Any, columns: int) -> cute.Tensor:
-    """128 lanes x columns at `address`: lane stride 2^16.
-
-    The address names the warp's own lanes, so every thread takes the part of thread 0.
-    """
+    """128 lanes x columns at `address`: lane stride 2^16. The address names the warp's own lanes,
+    so every thread takes the part of thread 0."""
     layout = cute.make_layout((LANES, columns), stride=(1 << 16, 1))
     return cute.make_tensor(address, layout)

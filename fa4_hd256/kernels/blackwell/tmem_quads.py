@@ -18,10 +18,8 @@ HALF_LANES = 16
 
 
 def quad_fragment(values: cute.Tensor, half: int) -> cute.Tensor:
-    """Registers of 32 lanes x QUAD_COLUMNS columns, of one half of the lanes, as (2, 2, 8).
-
-    Thread t has column 8 k + 2 (t % 4) + i of lane 16 half + 8 j + t / 4 at (i, j, k).
-    """
+    """Registers of 32 lanes x QUAD_COLUMNS columns, of one half of the lanes, as (2, 2, 8). Thread
+    t has column 8 k + 2 (t % 4) + i of lane 16 half + 8 j + t / 4 at (i, j, k)."""
     return cute.make_tensor(
         values.iterator + half * (cute.size(values) // 2), cute.make_layout((2, 2, 8))
     )

@@ -23,10 +23,8 @@ SEQLEN_CLASSES: dict[str, int | None] = {"short": 2048, "medium": 16384, "long":
 @dataclass(frozen=True)
 class TunedPattern:
     """One choice. gpu: "B200", "B300". causal: whether the mask bounds the keys on the right.
-    is_e4m3: of the kernel for q, k and v in e4m3.
-
-    seqlen_class: of `SEQLEN_CLASSES`. basis: "measured" or "modelled"; machine: on what.
-    """
+    is_e4m3: of the kernel for q, k and v in e4m3. seqlen_class: of `SEQLEN_CLASSES`. basis:
+    "measured" or "modelled"; machine: on what."""
 
     gpu: str
     causal: bool
@@ -54,10 +52,8 @@ def seqlen_class(seqlen_k: int) -> str:
 
 @functools.cache
 def read(path: Path = TABLE) -> dict[tuple[str, bool, str, bool], TunedPattern]:
-    """The entries of a table by key.
-
-    Raises ValueError for a file that is no such table, or one with two entries for a key.
-    """
+    """The entries of a table by key. Raises ValueError for a file that is no such table, or one
+    with two entries for a key."""
     try:
         listed = json.loads(path.read_text())["exp2"]
         entries = [TunedPattern(**{**e, "pattern": Ex2Pattern(**e["pattern"])}) for e in listed]

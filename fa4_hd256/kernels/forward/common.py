@@ -165,10 +165,8 @@ class ForwardCommon:
         self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any
     ) -> tuple[tuple[Int32, ...], TileProblem]:
         """Return (sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them)
-        for each KV head, and with split keys their number.
-
-        operands: q, k, v, out by (seqlen, 256, heads, batch).
-        """
+        for each KV head, and with split keys their number. operands: q, k, v, out by (seqlen, 256,
+        heads, batch)."""
         q, k, _, out = operands
         # Heads, or groups of them, that have tiles of their own.
         heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
@@ -269,10 +267,8 @@ class ForwardCommon:
         batch: Int32 | None = None,
     ) -> None:
         """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
-
-        place: (query, head).  softmax: `OnlineSoftmax` of the row after its last step.
-        batch: `result_batch` of the tile, where a caller has it.
-        """
+        place: (query, head). softmax: `OnlineSoftmax` of the row after its last step. batch:
+        `result_batch` of the tile, where a caller has it."""
         query, head = place
         row = context.result_offset(context.query(work)) + query
         batch = context.result_batch(work) if batch is None else batch

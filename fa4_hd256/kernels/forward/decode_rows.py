@@ -48,10 +48,8 @@ def synchronise(threads: int, barrier: Any = BARRIER) -> None:
 def combine_warps(
     read: Callable[[int], cute.Tensor], warps: int, operation: Callable[[Float32, Float32], Float32]
 ) -> cute.Tensor:
-    """Return a thread's rows of what the warps have shared, combined in the order of warps.
-
-    read: returns the values of one warp in registers.
-    """
+    """Return a thread's rows of what the warps have shared, combined in the order of warps. read:
+    returns the values of one warp in registers."""
     values = read(0)
     for warp in range(1, warps):
         others = read(warp)
@@ -79,10 +77,8 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class TileRows(SharedByReference):
-    """Rows of a tile: those of all query heads that share a KV head, of a few queries.
-
-    count: rows.  packed: query heads.  block_kv: keys of a step.
-    """
+    """Rows of a tile: those of all query heads that share a KV head, of a few queries. count: rows.
+    packed: query heads. block_kv: keys of a step."""
 
     count: int
     packed: int

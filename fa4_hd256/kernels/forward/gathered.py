@@ -50,11 +50,8 @@ class KeyRange:
 
 class GatheredKeys(SharedByReference):
     """The keys of one batch entry, for the steps of one query tile, as one of some warps gathers
-    them.
-
-    table: (pages,) of the entry.  sizes: of `page_sizes`.  keys: see `KeyRange`.  tile: rows of a
-    KV tile.  share: (number of this warp, number of all).
-    """
+    them. table: (pages,) of the entry. sizes: of `page_sizes`. keys: see `KeyRange`. tile: rows of
+    a KV tile. share: (number of this warp, number of all)."""
 
     def __init__(
         self,
@@ -108,11 +105,8 @@ class GatheredTile(PlacedTile):
 
 class GatherTensor(NamedTuple):
     """K or V as TMA gathers rows of it: a copy atom and the coordinates of (rows, columns), where
-    the rows are as far apart as every stride allows.
-
-    strides: rows of that tensor between heads, between rows of a page, and between pages.
-    page_size, pages: of K or V.
-    """
+    the rows are as far apart as every stride allows. strides: rows of that tensor between heads,
+    between rows of a page, and between pages. page_size, pages: of K or V."""
 
     atom: Any
     tensor: Any

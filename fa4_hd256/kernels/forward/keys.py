@@ -29,10 +29,8 @@ def load_keys(
 
 
 class KeySource:
-    """Keys of a sequence whose rows follow one another; a KV tile is its number.
-
-    kernel: a `common.ForwardCommon`.  load: loads rows of K or V, as `load_keys` does.
-    """
+    """Keys of a sequence whose rows follow one another; a KV tile is its number. kernel: a
+    `common.ForwardCommon`. load: loads rows of K or V, as `load_keys` does."""
 
     load: Callable[..., None] = staticmethod(load_keys)
 

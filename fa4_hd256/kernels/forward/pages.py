@@ -106,11 +106,9 @@ class PagedKeys(SharedByReference):
 
 
 class PlacedTile:
-    """A KV tile with places of its rows and of the next one's, by lane; lives across loops.
-
-    KV tiles are worked on in falling order.  keys: `keys.places(number)` returns the places of a
-    tile, a tuple of Int32.
-    """
+    """A KV tile with places of its rows and of the next one's, by lane; lives across loops. KV
+    tiles are worked on in falling order. keys: `keys.places(number)` returns the places of a tile,
+    a tuple of Int32."""
 
     def __init__(
         self, keys: Any, number: Int32, places: tuple[Int32, ...], following: tuple[Int32, ...]
@@ -140,10 +138,8 @@ class PagedTile(PlacedTile):
 
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
         """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes.
-
         Where rows at the start of the box are left out, the last one is negative, and the page's
-        row of the first key is in the place of the end.
-        """
+        row of the first key is in the place of the end."""
         page, word = (cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places)
         end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
         return page, end, start - self.box_rows if self._keys.begins_within else start

@@ -45,10 +45,8 @@ Locate = Callable[[int], tuple[Int32, Int32, Int32]]
 
 
 class Scored(NamedTuple):
-    """Place of a score, Int32 values inside a kernel.
-
-    head: of the queries.  query, key: counted in their sequence.  seqlen_q, seqlen_k: its lengths.
-    """
+    """Place of a score, Int32 values inside a kernel. head: of the queries. query, key: counted in
+    their sequence. seqlen_q, seqlen_k: its lengths."""
 
     batch: Any
     head: Any
@@ -143,11 +141,9 @@ class ScoreChange:
     def apply(
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None, packed: bool = True
     ) -> None:
-        """Change scores in place, before any mask.
-
-        scores: register tensor of Float32; scale: `CallScalars.cap_scale`; places: of them, None
-        where it does not depend on these; packed: see `soft_cap`.
-        """
+        """Change scores in place, before any mask. scores: register tensor of Float32; scale:
+        `CallScalars.cap_scale`; places: of them, None where it does not depend on these; packed:
+        see `soft_cap`."""
         if self.is_softcap:
             soft_cap(scores, scale, packed=packed)
         elif self.by_place:
@@ -192,11 +188,8 @@ class MaskFunction:
         return self._function is not None
 
     def hide(self, scores: cute.Tensor, places: ScorePlaces, number: Int32) -> None:
-        """Set scores that are not seen to -inf.
-
-        scores: register tensor of Float32.  places: of them, with the mask_mod's tensors.  number:
-        of the listed tile, not `FULL`.
-        """
+        """Set scores that are not seen to -inf. scores: register tensor of Float32. places: of
+        them, with the mask_mod's tensors. number: of the listed tile, not `FULL`."""
         assert self._function is not None
         limit = cutlass.select_(number == NOTHING, Int32(0), places.seqlen_k)
         for first in range(0, cute.size(scores), WORD_BITS):
@@ -244,11 +237,9 @@ def _as_it_is(word: Uint32) -> Uint32:
 
 @dataclass(frozen=True)
 class KernelFunctions(SharedByReference):
-    """Functions of a kernel that computes scores.
-
-    What its score_mod reads, then what its mask_mod does, lies behind all others of the `optional`
-    tensors of the kernel.  score_mod, mask_mod: the user's, None without one.
-    """
+    """Functions of a kernel that computes scores. What its score_mod reads, then what its mask_mod
+    does, lies behind all others of the `optional` tensors of the kernel. score_mod, mask_mod: the
+    user's, None without one."""
 
     problem_class: Any
     score_mod: Functions | None

@@ -68,11 +68,9 @@ class FunctionKind:
         self._keys[key] = key_of
 
     def check_unchanged(self, key: str) -> None:
-        """Functions that are about to be compiled are those that their key was derived of.
-
-        Raises ValueError where what they close over, their defaults or globals changed since:
-        caches would know what is compiled by another meaning.
-        """
+        """Functions that are about to be compiled are those that their key was derived of. Raises
+        ValueError where what they close over, their defaults or globals changed since: caches would
+        know what is compiled by another meaning."""
         key = self.users_key(key)
         if key in self._keys and self._keys[key](self.functions_of(key)) != key:
             raise ValueError(

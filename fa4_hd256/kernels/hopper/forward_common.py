@@ -78,11 +78,9 @@ class HopperForward(ForwardCommon):
 def copy_rows(
     source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32, rows: int
 ) -> None:
-    """Copy a warp's rows of a KV tile to a buffer with the layout of `operands`.
-
-    source: (page_size, columns, heads, pages) of 16-bit elements.  buffer: aligned to 1024 bytes.
-    rows: of the whole tile.
-    """
+    """Copy a warp's rows of a KV tile to a buffer with the layout of `operands`. source:
+    (page_size, columns, heads, pages) of 16-bit elements. buffer: aligned to 1024 bytes. rows: of
+    the whole tile."""
     blocks = cute.size(source, mode=[1]) * ELEMENT_BYTES // BLOCK_BYTES
     lane = cute.arch.lane_idx()
     row_of_lane, piece = lane // BLOCK_LANES, lane % BLOCK_LANES

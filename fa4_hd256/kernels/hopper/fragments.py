@@ -40,11 +40,9 @@ def row_columns() -> list[Columns]:
 
 
 def fragment_words(tile: cute.Tensor, number: int) -> list[Uint32]:
-    """Return words of two elements of a thread's row 0 or 1, in the order of its fragment.
-
-    tile: 64 x 256 of a 16-bit type in shared memory, an operand (`operands.smem_layout`), of which
-    each warp reads its 16 rows.
-    """
+    """Return words of two elements of a thread's row 0 or 1, in the order of its fragment. tile: 64
+    x 256 of a 16-bit type in shared memory, an operand (`operands.smem_layout`), of which each warp
+    reads its 16 rows."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     lane = thread % WARP_SIZE
     # Eight lanes have the addresses of eight rows, the next eight those of the next columns.
@@ -81,11 +79,9 @@ def store_float32(values: cute.Tensor, out: cute.Tensor) -> None:
 
 
 def exchanged_words(values: cute.Tensor, dtype: Any) -> list[cute.Tensor]:
-    """Return a row of 256, rounded to a type of 16 bits, eight neighbouring columns per lane.
-
-    The lanes hold two columns each of every eight; they exchange words so that lane l has all of
-    the eight with number 4 g + l, for each g.
-    """
+    """Return a row of 256, rounded to a type of 16 bits, eight neighbouring columns per lane. The
+    lanes hold two columns each of every eight; they exchange words so that lane l has all of the
+    eight with number 4 g + l, for each g."""
     rounded = cute.make_rmem_tensor(cute.size(values), dtype)
     rounded.store(values.load().to(dtype))
     words = cute.recast_tensor(rounded, Uint32)
@@ -109,11 +105,9 @@ def store_exchanged(words: list[cute.Tensor], out: cute.Tensor, dtype: Any) -> N
 
 @cute.jit
 def store_row(values: cute.Tensor, target: cute.Tensor, exists: Boolean):
-    """Store a row of 256, if it exists, in the type of the target, of 16 or 32 bits.
-
-    The quad exchanges words, so that a lane has all of every fourth run of eight columns: 16 bytes
-    in a row, or 32 of float32.
-    """
+    """Store a row of 256, if it exists, in the type of the target, of 16 or 32 bits. The quad
+    exchanges words, so that a lane has all of every fourth run of eight columns: 16 bytes in a row,
+    or 32 of float32."""
     lane = cute.arch.lane_idx() % QUAD
     words = 2 * target.element_type.width // 32  # of a lane's two columns
     for first in cutlass.range_constexpr(0, HEAD_DIM // COLUMN_GROUP, QUAD):

@@ -143,10 +143,7 @@ def fragment_columns(columns: int) -> tuple[int, ...]:
 
 def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
     """cvt.rn.bf16x2.f32 or f16x2 (9.7.9.21): float32 values of an accumulator into the fragment of
-    an A.
-
-    By words: ptxas then never takes the halves of a register apart.
-    """
+    an A. By words: ptxas then never takes the halves of a register apart."""
     kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[fragment.element_type]
     words = cute.recast_tensor(fragment, Uint32)
     for i in range(cute.size(words)):

@@ -41,12 +41,9 @@ FULL, NOTHING = -1, 0
 
 
 class StepList(SharedByReference):
-    """The steps of one tile of queries.
-
-    steps: (1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32, None where
-    there are none.  parts: steps in which the kernel works on a tile that is listed, the last keys
-    first.
-    """
+    """The steps of one tile of queries. steps: (1 + most tiles, STEP_WORDS) int32; bits: (tiles,
+    MASK_TILE, BIT_WORDS) int32, None where there are none. parts: steps in which the kernel works
+    on a tile that is listed, the last keys first."""
 
     def __init__(self, steps: cute.Tensor, bits: Any, parts: int = 1) -> None:
         self._steps, self._bits, self.parts = steps, bits, parts
@@ -131,10 +128,8 @@ class ListedTile(Carried):
 
 
 class RowBits:
-    """Bits that a row sees in a step, and the number of the next step's; lives across loops.
-
-    A step's bits are read while the step before is worked on.
-    """
+    """Bits that a row sees in a step, and the number of the next step's; lives across loops. A
+    step's bits are read while the step before is worked on."""
 
     def __init__(
         self,

@@ -45,11 +45,9 @@ class MaskKind:
 
 
 class KvSplit(NamedTuple):
-    """KV split of a query tile that is worked on, Int32 and Boolean.
-
-    number: of the split.  count: of equal splits, None for splits of `keys` keys each, rounded up
-    to KV tiles; of these the last one has all that is left.
-    """
+    """KV split of a query tile that is worked on, Int32 and Boolean. number: of the split. count:
+    of equal splits, None for splits of `keys` keys each, rounded up to KV tiles; of these the last
+    one has all that is left."""
 
     number: Any
     count: Any = None
@@ -104,10 +102,8 @@ class Visibility:
 
     def transposed(self, block_q: int) -> Visibility:
         """Return the queries that see each key: the same mask with rows and columns exchanged.
-
         Query r sees key j iff j - window_right <= r + seqlen_k - seqlen_q <= j + window_left, so
-        the sides change places.  block_q: queries of one tile of columns.
-        """
+        the sides change places. block_q: queries of one tile of columns."""
         kind = MaskKind(self.kind.bounded_right, self.kind.bounded_left)
         return Visibility(
             self.seqlen_k, self.seqlen_q, kind, self.window_right, self.window_left, block_q
@@ -192,10 +188,8 @@ class Visibility:
         return (self.limit(last_row) + self.block_kv - 1) // self.block_kv
 
     def tile_range(self, tile: tuple[Int32, int], part: tuple[Int32, int]) -> TileRange:
-        """The KV tiles of a query tile, with what `part` of its rows can leave unmasked.
-
-        tile, part: (first row, number of rows).
-        """
+        """The KV tiles of a query tile, with what `part` of its rows can leave unmasked. tile,
+        part: (first row, number of rows)."""
         begin, end = self._bounds(*tile)
         begin = cutlass.min(begin, end)
         seen_by_all = self.limit(part[0])
@@ -253,10 +247,8 @@ def _bits(first: Int32, limit: Int32, hides_first: bool) -> Uint32:
 
 def _from_node(nodes: Any, first: Int32) -> Uint32:
     """Return a word whose bit first + j is bit j of `nodes`, and whose bits below `first` are set.
-
-    nodes: Int32 or Int64.  first may be negative.  PTX ISA 9.7.8, shr, shf.r.clamp and shf.l.clamp:
-    amounts are unsigned and clamped to 32.
-    """
+    nodes: Int32 or Int64. first may be negative. PTX ISA 9.7.8, shr, shf.r.clamp and shf.l.clamp:
+    amounts are unsigned and clamped to 32."""
     skipped = cutlass.max(-first, 0)
     if cutlass.const_expr(nodes.width == WORD_BITS):
         rest = "shr.b32 rest, {$r0}, {$r1};\n"

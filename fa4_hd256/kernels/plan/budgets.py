@@ -73,10 +73,8 @@ class RegisterPlan:
 
 class WarpPlan:
     """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
-    warps, None where there is no such role, and a field `registers_...` for each budget.
-
-    Raises ValueError for budgets that the launch cannot serve (`RegisterPlan`).
-    """
+    warps, None where there is no such role, and a field `registers_...` for each budget. Raises
+    ValueError for budgets that the launch cannot serve (`RegisterPlan`)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,10 +132,8 @@ def common_regions(edges: EdgeTable, scheduler_bytes: int) -> tuple[SmemRegion, 
 
 @dataclass(frozen=True)
 class SmemPlan:
-    """The regions of one CTA, in order; offsets are derived.
-
-    Raises ValueError where they do not fit.
-    """
+    """The regions of one CTA, in order; offsets are derived. Raises ValueError where they do not
+    fit."""
 
     regions: tuple[SmemRegion, ...]
 
@@ -174,11 +170,8 @@ class TmemRegion:
 
 @dataclass(frozen=True)
 class TmemPlan:
-    """The regions of one CTA's tensor memory.
-
-    Raises ValueError for regions that overlap without saying so, that leave the region they
-    say they lie over, or that do not fit.
-    """
+    """The regions of one CTA's tensor memory. Raises ValueError for regions that overlap without
+    saying so, that leave the region they say they lie over, or that do not fit."""
 
     regions: tuple[TmemRegion, ...]
 
@@ -200,10 +193,8 @@ class TmemPlan:
 
     def buffers(self, name: str, count: int) -> tuple[int, int]:
         """Return (first column, distance of the next one) of so many buffers: the region of that
-        name, or the regions of that name with a number, from 0 on.
-
-        Raises ValueError where there are not so many, or they are not evenly spaced.
-        """
+        name, or the regions of that name with a number, from 0 on. Raises ValueError where there
+        are not so many, or they are not evenly spaced."""
         names = [name] if count == 1 and self._has(name) else [f"{name}{i}" for i in range(count)]
         missing = ", ".join(name for name in names if not self._has(name))
         if missing:
@@ -237,10 +228,8 @@ _ACCEPTED = {int: "an int", float: "a number", bool: "True or False", str: "a st
 
 def check_fields(config: Any) -> None:
     """Raise TypeError for a field of a frozen dataclass whose value is not of the field's type.
-
     Numbers of another type pass where they are equal to one of it: 3.0 and NumPy's 3 for an int,
-    but not True.
-    """
+    but not True."""
     kind: Any = type(config)
     hints = _hints(kind)
     for field in fields(config):

@@ -36,11 +36,9 @@ BOTH_CTAS_MASK = 0b11
 
 
 class SharedByReference:
-    """Base of objects that device code uses inside dynamic loops but never replaces.
-
-    The DSL carries every object used in a loop through it; this one carries no values, since
-    those it holds are defined before the loop and do not change.
-    """
+    """Base of objects that device code uses inside dynamic loops but never replaces. The DSL
+    carries every object used in a loop through it; this one carries no values, since those it holds
+    are defined before the loop and do not change."""
 
     def __extract_mlir_values__(self) -> list:
         return []
@@ -72,11 +70,9 @@ TO_ASYNC = {"from_proxy": nvvm.ProxyKind.GENERIC, "to_proxy": nvvm.ProxyKind.asy
 
 
 class RingState(Carried):
-    """Next barrier of an array, and the parity of its phase; lives across loops.
-
-    Equals cutlass.pipeline.PipelineState without its count; with two stages it advances by two XORs
-    where a comparison and two selections would stand in every hot loop.
-    """
+    """Next barrier of an array, and the parity of its phase; lives across loops. Equals
+    cutlass.pipeline.PipelineState without its count; with two stages it advances by two XORs where
+    a comparison and two selections would stand in every hot loop."""
 
     CARRIED = ("index", "phase")
 
@@ -102,9 +98,7 @@ class RingState(Carried):
 
 class RingRecord:
     """Base of the record of a role's rings, a `RingState` each; lives across dynamic loops.
-
-    Subclasses are dataclasses that are not frozen: CuTe DSL takes a frozen one for a constant.
-    """
+    Subclasses are dataclasses that are not frozen: CuTe DSL takes a frozen one for a constant."""
 
     @classmethod
     def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
@@ -197,10 +191,8 @@ class EdgeTable(SharedByReference):
 
     def polling(self, polls: bool, *hinted: str) -> EdgeTable:
         """Return this table, or where `polls` one whose waits have no time hint but for `hinted`.
-
         An mbarrier.try_wait suspends a thread for at most the time of its hint, CuTe DSL's 10 ms,
-        or without a hint for one that the hardware chooses (PTX ISA 9.7.13.15.16).
-        """
+        or without a hint for one that the hardware chooses (PTX ISA 9.7.13.15.16)."""
         if not polls:
             return self
         return EdgeTable(tuple(replace(e, polls=e.name not in hinted) for e in self.edges))
@@ -210,10 +202,8 @@ class EdgeTable(SharedByReference):
         return sum(edge.stages for edge in self.edges)
 
     def bind(self, storage: cute.Pointer) -> dict[str, Barrier]:
-        """Initialise all barriers at `storage` (num_barriers Int64) and return them by name.
-
-        Called by all threads of the CTA; the caller fences and synchronises the cluster after.
-        """
+        """Initialise all barriers at `storage` (num_barriers Int64) and return them by name. Called
+        by all threads of the CTA; the caller fences and synchronises the cluster after."""
         barriers, offset = {}, 0
         for edge in self.edges:
             barriers[edge.name] = Barrier(edge, storage + offset)

@@ -66,10 +66,8 @@ TILES = (
 
 @functools.lru_cache(maxsize=256)
 def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
-    """Raise ValueError, with the edge and the step, for a plan that cannot drain.
-
-    name: of the kernel.  A plan is run once in a process, which takes 0.02 to 0.2 s.
-    """
+    """Raise ValueError, with the edge and the step, for a plan that cannot drain. name: of the
+    kernel. A plan is run once in a process, which takes 0.02 to 0.2 s."""
     try:
         _check_names(edges, steps)
         for tiles in TILES:

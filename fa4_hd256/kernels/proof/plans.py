@@ -18,11 +18,8 @@ from .tables import edges_table, roles_table, smem_table, tmem_table, warps_tabl
 
 @dataclass(frozen=True)
 class PlanSteps:
-    """A kernel's plan, and the steps that its roles go through.
-
-    name: of the kernel.  plan: has title, warps, smem, edges and, for rings that are not in smem,
-    tmem.
-    """
+    """A kernel's plan, and the steps that its roles go through. name: of the kernel. plan: has
+    title, warps, smem, edges and, for rings that are not in smem, tmem."""
 
     name: str
     plan: Any

@@ -82,11 +82,9 @@ class Counters:
 
 @dataclass
 class Programs:
-    """The programs of all roles of both CTAs, for tiles of so many steps each.
-
-    skipped: role -> for each tile how many of its first and of its last steps the role takes no
-    part in; those that are not named take part in all.
-    """
+    """The programs of all roles of both CTAs, for tiles of so many steps each. skipped: role -> for
+    each tile how many of its first and of its last steps the role takes no part in; those that are
+    not named take part in all."""
 
     edges: EdgeTable
     steps: StepTable

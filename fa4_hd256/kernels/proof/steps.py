@@ -84,11 +84,9 @@ def loaded(name: str, *regions: str) -> Ring:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of each CTA to shared memory.
-
-    content: what it brings, in the words of the timeline.  region: of the SMEM plan; the ring's
-    name if none is given.  is_shared: it goes to both CTAs, each of which copies a part.
-    """
+    """One copy of each CTA to shared memory. content: what it brings, in the words of the timeline.
+    region: of the SMEM plan; the ring's name if none is given. is_shared: it goes to both CTAs,
+    each of which copies a part."""
 
     content: str
     region: str = ""
@@ -176,10 +174,8 @@ def fill(ring: str, *copies: Copy | str, pieces: int = 1) -> Action:
 
 
 def multiply(product: str, *operands: Action) -> Action:
-    """Issue an MMA, as a group of its own, which uses its operands until it is done.
-
-    operands: uses of buffers; an operand or a result in registers is none.
-    """
+    """Issue an MMA, as a group of its own, which uses its operands until it is done. operands: uses
+    of buffers; an operand or a result in registers is none."""
     return Action(Verb.MULTIPLY, content=product, operands=operands)
 
 
@@ -216,11 +212,8 @@ def extend(ring: str, content: str) -> Action:
 
 @dataclass(frozen=True)
 class Act:
-    """Part of what a role does in a step.
-
-    is_ahead: for the following step (module's docstring).  of_tile_before: acts on the last step of
-    the tile before; once more after the last tile.
-    """
+    """Part of what a role does in a step. is_ahead: for the following step (module's docstring).
+    of_tile_before: acts on the last step of the tile before; once more after the last tile."""
 
     actions: tuple[Action, ...]
     when: When = When.EACH
@@ -271,10 +264,8 @@ class Role:
 
 @dataclass(frozen=True)
 class StepTable:
-    """The rings of a kernel, and the roles that use their edges.
-
-    meets: before a CTA of a cluster exits, its threads wait for those of the other.
-    """
+    """The rings of a kernel, and the roles that use their edges. meets: before a CTA of a cluster
+    exits, its threads wait for those of the other."""
 
     rings: tuple[Ring, ...]
     roles: tuple[Role, ...]

@@ -75,11 +75,9 @@ def edges_table(table: EdgeTable) -> str:
 
 
 def roles_table(steps: StepTable) -> str:
-    """Return what the roles do in a tile, in their order.
-
-    (rest n): until at most n of the warpgroup's MMAs are under way.  "in 2": in two pieces, each
-    with a buffer of its own.  Of roles that are groups of warps of one role the first alone.
-    """
+    """Return what the roles do in a tile, in their order. (rest n): until at most n of the
+    warpgroup's MMAs are under way. "in 2": in two pieces, each with a buffer of its own. Of roles
+    that are groups of warps of one role the first alone."""
     rows, seen = [], {""}
     for role in steps.roles:
         if role.of not in seen or not role.of:

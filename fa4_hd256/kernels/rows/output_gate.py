@@ -36,10 +36,8 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def by_rows(form: str, gate: cute.Tensor) -> cute.Tensor:
-    """View a gate as (seqlen, 256, heads, batch), one of heads as (seqlen, heads, batch).
-
-    gate: (batch, seqlen, heads, 256), or of heads (batch, seqlen, heads).
-    """
+    """View a gate as (seqlen, 256, heads, batch), one of heads as (seqlen, heads, batch). gate:
+    (batch, seqlen, heads, 256), or of heads (batch, seqlen, heads)."""
     if form != GATE_OF_HEADS:
         return by_sequence(gate)
     batch, rows, heads = gate.shape

@@ -290,9 +290,7 @@ def tma_tile(
 def clip(sequence: Sequence, first_row: Any, rows: int, least: int = 0) -> tuple[Any, Any]:
     """Return (end, start) of a tile of `rows` in a `clipped_view`: its coordinates in the third and
     first dimension, those of the row behind its last one and of how many rows of it are left out.
-
-    first_row: in the sequence; least: see `tma_tile`.
-    """
+    first_row: in the sequence; least: see `tma_tile`."""
     count = cutlass.max(cutlass.min(sequence.length - first_row, rows), least)
     end = sequence.offset + first_row + count
     if cutlass.const_expr(least > 0):
@@ -314,12 +312,9 @@ def clipped_box(
 def by_sequence(
     tensor: cute.Tensor, alignment: int | None = None, columns: int = HEAD_DIM
 ) -> cute.Tensor:
-    """View (batch, seqlen, heads, 256) as (seqlen, 256, heads, batch).
-
-    columns: 256, or 128 of a 16-bit type for as many bytes.  alignment: in bytes, of the base and
-    every stride; by default 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores
-    for 32 bits.
-    """
+    """View (batch, seqlen, heads, 256) as (seqlen, 256, heads, batch). columns: 256, or 128 of a
+    16-bit type for as many bytes. alignment: in bytes, of the base and every stride; by default 8
+    elements, which is TMA's rule for 16 bits and that of 256-bit stores for 32 bits."""
     # 8 elements have as many bytes as an element has bits.
     width = tensor.element_type.width
     alignment = alignment or width
@@ -332,11 +327,9 @@ def by_sequence(
 
 
 def by_packed_heads(tensor: cute.Tensor, packed: int, rows: int) -> cute.Tensor:
-    """View (seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the
-    heads of a group change fastest along the rows, then the queries.
-
-    rows: of a tile that a query takes, `packed` or more: TMA fills those past the heads with zeros.
-    """
+    """View (seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the heads
+    of a group change fastest along the rows, then the queries. rows: of a tile that a query takes,
+    `packed` or more: TMA fills those past the heads with zeros."""
     s, d, h, b = tensor.shape
     row, column, head, batch = tensor.stride
     # A box larger than a static extent is none to CuTe.

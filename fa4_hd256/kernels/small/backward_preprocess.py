@@ -44,11 +44,9 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class PreprocessClass:
-    """Facts of a call that are compiled into the preprocess kernel.
-
-    dtype: of out and dout. lse_gradient: the gradient of the LSE is given. ragged: which of
-    cu_seqlens_q and seqused_q are given. out_gate: as of `ProblemClass`.
-    """
+    """Facts of a call that are compiled into the preprocess kernel. dtype: of out and dout.
+    lse_gradient: the gradient of the LSE is given. ragged: which of cu_seqlens_q and seqused_q are
+    given. out_gate: as of `ProblemClass`."""
 
     dtype: torch.dtype
     lse_gradient: bool = False
@@ -62,10 +60,8 @@ class PreprocessClass:
 @dataclass(frozen=True)
 class PreprocessConfig:
     """num_warps: warps of a CTA. rows_per_warp: rows of one warp, one per lane at most.
-    rows_at_once: rows of one iteration of the loop, whose loads depend on nothing in it.
-
-    Raises ValueError where the rows of a CTA do not divide `PADDING`.
-    """
+    rows_at_once: rows of one iteration of the loop, whose loads depend on nothing in it. Raises
+    ValueError where the rows of a CTA do not divide `PADDING`."""
 
     num_warps: int = 8
     rows_per_warp: int = 16
@@ -129,10 +125,8 @@ class PreprocessKernel:
         stream: Any,
     ) -> None:
         """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
-        sequences have a batch of 1.  stats: (2, heads, `padded_rows`) float32.
-
-        ragged: a tuple of int32 tensors in the order of the problem class, None if there are none.
-        """
+        sequences have a batch of 1. stats: (2, heads, `padded_rows`) float32. ragged: a tuple of
+        int32 tensors in the order of the problem class, None if there are none."""
         sequences = SequenceTensors.given(self.problem_class.ragged, ragged)
         out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
         batch = sequences.num_batches(out)
@@ -216,11 +210,8 @@ class PreprocessKernel:
         of_lane: tuple[cute.Tensor, Any],
         total: Float32,
     ) -> None:
-        """Write dO and the gradient of the gate of a row.
-
-        place: (row, head, batch entry); of_lane: (dout, dout * out) of this lane's columns; total:
-        the sum of the latter over the row.
-        """
+        """Write dO and the gradient of the gate of a row. place: (row, head, batch entry); of_lane:
+        (dout, dout * out) of this lane's columns; total: the sum of the latter over the row."""
         (dout, product), rows, lane = of_lane, context.rows, cute.arch.lane_idx()
         form, (row, head, batch) = self.problem_class.out_gate, place
         of_row, is_of_heads = row_of_gate(form, rows.gate, *place), form == GATE_OF_HEADS

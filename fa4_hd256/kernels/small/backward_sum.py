@@ -27,10 +27,8 @@ class SumConfig:
 
 
 class SumKernel:
-    """Launch with `__call__`, under `cute.compile`.
-
-    dtype: of the results, cutlass.BFloat16 or Float16.
-    """
+    """Launch with `__call__`, under `cute.compile`. dtype: of the results, cutlass.BFloat16 or
+    Float16."""
 
     def __init__(self, config: SumConfig, dtype: Any) -> None:
         self.config = config

@@ -21,11 +21,9 @@ SLICES = 4, 2, 1
 
 @dataclass(frozen=True)
 class CombineClass:
-    """Facts of a call that are compiled into the kernel that combines KV splits.
-
-    dtype: of out. packed: splits are listed, and queries packed by cu_seqlens_q. out_gate: as of
-    `ProblemClass`.
-    """
+    """Facts of a call that are compiled into the kernel that combines KV splits. dtype: of out.
+    packed: splits are listed, and queries packed by cu_seqlens_q. out_gate: as of
+    `ProblemClass`."""
 
     dtype: torch.dtype
     packed: bool = False
@@ -92,10 +90,8 @@ class CombineConfig:
 
 @dataclass(frozen=True)
 class CombineRule:
-    """Rule that chooses the configuration of a call.
-
-    config: of one warp per row. ctas: as many as a GPU has SMs, about.
-    """
+    """Rule that chooses the configuration of a call. config: of one warp per row. ctas: as many as
+    a GPU has SMs, about."""
 
     config: CombineConfig = field(default_factory=CombineConfig)
     ctas: int = 128

@@ -50,10 +50,7 @@ ALONE_BYTES = 116 << 10
 
 
 class CombineKernel:
-    """Launch with `__call__`, under `cute.compile`.
-
-    problem_class: dtype of out, and its gate.
-    """
+    """Launch with `__call__`, under `cute.compile`. problem_class: dtype of out, and its gate."""
 
     def __init__(self, config: CombineConfig, problem_class: CombineClass) -> None:
         self.config = config
@@ -233,11 +230,9 @@ class CombineKernel:
         start: Int32,
         part_of_row: Any = 0,
     ) -> list[cute.Tensor]:
-        """Load this lane's columns of `parts_at_once` parts.  start: the warp's first part of them.
-        part_of_row: number of the slice.
-
-        A part past the last is replaced by it, with no weight: no branch parts the loads.
-        """
+        """Load this lane's columns of `parts_at_once` parts. start: the warp's first part of them.
+        part_of_row: number of the slice. A part past the last is replaced by it, with no weight: no
+        branch parts the loads."""
         row, head, first, splits = source
         lanes = WARP_SIZE // self.config.slices
         lane = part_of_row * lanes + cute.arch.lane_idx() % lanes

@@ -34,12 +34,9 @@ NAN_WORD = 0x7FFF7FFF
 
 @dataclass(frozen=True)
 class TailClass:
-    """Compiled-in properties of the kernel.
-
-    results: "q" or "k" for each, the operand whose rows it has.  lse: the first has an LSE.
-    sides: operands that have offsets.  ds: mask of a backward whose `ds_begins` are checked, None
-    without these.
-    """
+    """Compiled-in properties of the kernel. results: "q" or "k" for each, the operand whose rows it
+    has. lse: the first has an LSE. sides: operands that have offsets. ds: mask of a backward whose
+    `ds_begins` are checked, None without these."""
 
     results: tuple[str, ...]
     sides: tuple[str, ...]

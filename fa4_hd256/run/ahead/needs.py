@@ -282,12 +282,9 @@ def _takes_list(ragged: Sequence[str]) -> bool:
 def specs_of(
     model: AttentionModel, needs: Needs, architecture: Architecture, gpu: str
 ) -> list[KernelSpec]:
-    """Every kernel that calls of a model take, each once, those that all calls take first.
-
-    gpu: its rows of the tuning table (`Gpu.tuning_name`).
-
-    Raises ValueError or TypeError for a model whose calls would.
-    """
+    """Every kernel that calls of a model take, each once, those that all calls take first. gpu: its
+    rows of the tuning table (`Gpu.tuning_name`). Raises ValueError or TypeError for a model whose
+    calls would."""
     if model.heads_q % model.heads_kv:
         raise ValueError(
             f"{model.heads_q} query heads over {model.heads_kv} key/value heads; accepted: a "
@@ -353,9 +350,7 @@ def _forward_problems(
 
 def _placed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
     """Each, and those with tensors that say where in a cache keys lie, as far as calls have them.
-
-    With page_table cache_batch_idx chooses rows of it, which no kernel knows of.
-    """
+    With page_table cache_batch_idx chooses rows of it, which no kernel knows of."""
     for problem in problems:
         yield problem
         if _takes_list(problem.ragged):

@@ -37,11 +37,9 @@ _START = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 
 
 def in_own_order(specs: Sequence[KernelSpec], number: int = 0, count: int = 1) -> list[KernelSpec]:
-    """Return kernels in the order of one of so many processes of this rank.
-
-    Processes begin at places of their own, those of other ranks of torch.distributed among them, so
-    that they share the work.
-    """
+    """Return kernels in the order of one of so many processes of this rank. Processes begin at
+    places of their own, those of other ranks of torch.distributed among them, so that they share
+    the work."""
     rank, world = _rank()
     begin = (rank * count + number) * len(specs) // (world * count)
     return [*specs[begin:], *specs[:begin]]
@@ -57,11 +55,8 @@ def _rank() -> tuple[int, int]:
 @contextlib.contextmanager
 def compiling_beside(specs: Sequence[KernelSpec]) -> Iterator[int]:
     """Let other processes compile those of the kernels that no cache has, and yield how many there
-    are of these.
-
-    At the end of the block the processes are waited for. One that fails is a warning: its kernels
-    are compiled by whoever asks for them.
-    """
+    are of these. At the end of the block the processes are waited for. One that fails is a warning:
+    its kernels are compiled by whoever asks for them."""
     missing = [spec for spec in specs if not is_ready(spec)]
     # Another process could not name others, and nobody would find them.
     named = [spec for spec in missing if lasts(spec)]

@@ -39,10 +39,8 @@ Rings = TypeVar("Rings", bound="ScoreRings")
 
 @dataclass(frozen=True)
 class BlackwellBackwardContext(BackwardContext, PairContext):
-    """State that every warp role of one CTA shares.
-
-    Buffers in `smem`: those of the kernel's `smem(memory)`, which has their shapes.
-    """
+    """State that every warp role of one CTA shares. Buffers in `smem`: those of the kernel's
+    `smem(memory)`, which has their shapes."""
 
 
 class ScoreMask(Protocol):
@@ -197,11 +195,8 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         buffers: tuple[str, RingState],
         memory: str | None = None,
     ) -> None:
-        """Load one of `boxes` into the next buffer of a ring.
-
-        buffers: (name of the ring, its state).  memory: the view of its buffers in `smem`, if it is
-        not the ring's name.
-        """
+        """Load one of `boxes` into the next buffer of a ring. buffers: (name of the ring, its
+        state). memory: the view of its buffers in `smem`, if it is not the ring's name."""
         name, state = buffers
         target = await_buffer(context, name, state)
         load_tile(self.tma_tensor(context, box), context.smem[memory or name], place, *target)
@@ -229,10 +224,8 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
     @cute.jit
     def load(self, context: BlackwellBackwardContext):
-        """Fetch what the MMAs need, in the order in which `mma` issues them.
-
-        Each CTA loads its own share of every tile.
-        """
+        """Fetch what the MMAs need, in the order in which `mma` issues them. Each CTA loads its own
+        share of every tile."""
         names = self._names(self.load_rings)
         rings = self.load_rings.waiting(self.edges, *(f"{name}_free" for name in names))
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -355,11 +348,9 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         ring: RingState,
         adds: Boolean | bool = False,
     ) -> None:
-        """Issue the MMAs of a step, each with the next buffer of the ring as its B.
-
-        operands: names of A, which stays, and of the ring's buffers in `smem`.  result: (name, its
-        state).  adds: the first one adds to the result, as the others do.
-        """
+        """Issue the MMAs of a step, each with the next buffer of the ring as its B. operands: names
+        of A, which stays, and of the ring's buffers in `smem`. result: (name, its state). adds: the
+        first one adds to the result, as the others do."""
         barriers, smem = context.barriers, context.smem
         for number, mma in enumerate(mmas):
             barriers["ring_loaded"].wait(ring)
@@ -434,10 +425,8 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         load: Callable[[Int32, cute.Tensor], None],
         states: RingStates,
     ) -> RingStates:
-        """S of one step to registers; its buffer goes back to the MMA warp.
-
-        scores: as many as a thread has columns of its warpgroup.  load: of `blackwell.tmem`.
-        """
+        """S of one step to registers; its buffer goes back to the MMA warp. scores: as many as a
+        thread has columns of its warpgroup. load: of `blackwell.tmem`."""
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
         load(self.warp_columns(context, "s", cute.size(scores)), scores)
@@ -456,10 +445,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         mask: ScoreMask,
     ):
         """Change the scores, and mask them, in place; return the slope of each score, None where
-        that is 1.
-
-        places: see `ScoreChange.apply`.
-        """
+        that is 1. places: see `ScoreChange.apply`."""
         slopes = None
         if cutlass.const_expr(self.functions.change.exists):
             slopes = self.functions.change.apply_with_slopes(
@@ -488,9 +474,7 @@ def score_gradients(
     dp: cute.Tensor, p_slopes: cute.Tensor, negative_delta: Float32 | cute.Tensor
 ) -> None:
     """dp := p_slopes * (dp - delta), dS in float32; p_slopes: P, times the slope of the score.
-
-    negative_delta: one Float32, or a register tensor with one for each column.
-    """
+    negative_delta: one Float32, or a register tensor with one for each column."""
     for i in range(0, cute.size(dp), 2):
         delta = (negative_delta, negative_delta)
         if isinstance(negative_delta, cute.Tensor):

@@ -428,10 +428,8 @@ class ProductsPlan:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """Fields of a `BackwardConfig` that are compiled into one pair kernel.
-
-    ex2_pattern: None for the kernel without an exp2, that of the GEMMs.
-    """
+    """Fields of a `BackwardConfig` that are compiled into one pair kernel. ex2_pattern: None for
+    the kernel without an exp2, that of the GEMMs."""
 
     plan: DqPlan | DkdvPlan | DvPlan | ProductsPlan
     ex2_pattern: Ex2Pattern | None = None
@@ -463,11 +461,9 @@ class BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """Return the configuration of a kernel, by its kind in `catalogue.KINDS`.
-
-        Settings of another kernel or of the host alone are not in it, so that changing those
-        recompiles nothing.
-        """
+        """Return the configuration of a kernel, by its kind in `catalogue.KINDS`. Settings of
+        another kernel or of the host alone are not in it, so that changing those recompiles
+        nothing."""
         return {
             "backward_dq": GradientConfig(self.dq, self.ex2_pattern),
             "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),

@@ -98,10 +98,8 @@ class DkdvTiles(KeyTiles):
 
 
 class DkdvKernel(BlackwellBackward):
-    """The dK/dV kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
-
-    A tile's head counts parts of KV heads: KV head * head_parts + part.
-    """
+    """The dK/dV kernel for one configuration; arguments of a call: `BackwardEntry.__call__`. A
+    tile's head counts parts of KV heads: KV head * head_parts + part."""
 
     tiles: DkdvTiles
     load_rings, mma_rings = DkdvLoadRings, DkdvMmaRings

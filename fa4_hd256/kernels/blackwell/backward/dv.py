@@ -136,11 +136,9 @@ class DvTiles(KeyTiles):
 
 
 class DvKernel(BlackwellBackward):
-    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
-
-    results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
-    KV head * head_parts + part.
-    """
+    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`. results:
+    (dv,). ds: see `backward.ds_tiles`. A tile's head counts parts of KV heads: KV head * head_parts
+    + part."""
 
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
@@ -451,11 +449,9 @@ class DvKernel(BlackwellBackward):
         undrained: WorkTile,
         states: RingStates,
     ):
-        """P to tensor memory, over dP, then dS = factors (dP - delta) in 16 bits.
-
-        undrained: the tile before, in its successor's first step, where the next MMA waits for both
-        P and the other half of its dV.
-        """
+        """P to tensor memory, over dP, then dS = factors (dP - delta) in 16 bits. undrained: the
+        tile before, in its successor's first step, where the next MMA waits for both P and the
+        other half of its dV."""
         factors, p, ds = registers
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()

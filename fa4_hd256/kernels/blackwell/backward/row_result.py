@@ -57,12 +57,9 @@ class ResultPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class RowResult(SharedByReference):
-    """Result of such a tile on its way out of tensor memory.
-
-    name: of the result, as "dV"; its edges and its region have that name in small letters.  stages:
-    accumulators, which tiles take in turn.  is_scaled: the result is softmax_scale times what lies
-    there.
-    """
+    """Result of such a tile on its way out of tensor memory. name: of the result, as "dV"; its
+    edges and its region have that name in small letters. stages: accumulators, which tiles take in
+    turn. is_scaled: the result is softmax_scale times what lies there."""
 
     name: str
     tmem_plan: TmemPlan

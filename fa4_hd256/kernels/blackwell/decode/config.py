@@ -135,10 +135,8 @@ NVFP4_COSTS = 9e-7, 4.5, 1.5
 @dataclass(frozen=True)
 class DecodeWarpPlan(WarpPlan):
     """Warp indices and register budgets of a CTA: the softmax, then a warp for each other role.
-
-    queries: that which loads Q by itself.  quantise, convert: a warpgroup that brings Q to e4m3, or
-    Q, K and V to float16.  None where nothing does.
-    """
+    queries: that which loads Q by itself. quantise, convert: a warpgroup that brings Q to e4m3, or
+    Q, K and V to float16. None where nothing does."""
 
     softmax: tuple[int, ...]
     mma: int

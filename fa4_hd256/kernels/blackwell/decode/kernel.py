@@ -88,11 +88,9 @@ class NoState(SharedByReference):
 
 
 class DecodeKernel(ForwardCommon, PairKernel):
-    """The decode kernel for one configuration.
-
-    config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    parts: see `KernelParts`.  Arguments at run time: `ForwardCommon.__call__`.
-    """
+    """The decode kernel for one configuration. config: rows, stages, warps, exp2 pattern.
+    problem_class: what of a call is compiled in. parts: see `KernelParts`. Arguments at run time:
+    `ForwardCommon.__call__`."""
 
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
     #: Whether each half of V's columns has a buffer.
@@ -534,11 +532,9 @@ class DecodeKernel(ForwardCommon, PairKernel):
         place: tuple[WorkTile, Int32],
         is_masked: bool,
     ):
-        """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
-
-        running: (softmax, rings, number of the step).  place: (tile, this thread's
-        key), the latter right where it is used; is_masked: static, some key may be invisible.
-        """
+        """One score tile: mask, maxima where they move, exp2, P to shared memory, sums. running:
+        (softmax, rings, number of the step). place: (tile, this thread's key), the latter right
+        where it is used; is_masked: static, some key may be invisible."""
         softmax, rings, step = running
         # Loaded before the wait.
         work, key = place

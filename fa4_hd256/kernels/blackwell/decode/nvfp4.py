@@ -157,11 +157,8 @@ class DecodeNvfp4Kernel(DecodeKernel):
     @cute.jit
     def convert(self, context: BlackwellE4m3DecodeContext):
         """Bring Q and K(0) to float16, then K(i + 1) before V(i); Q and K(0) of the next tile
-        before the last V of this one.
-
-        One loop over the steps of all tiles: each conversion is thousands of instructions, and
-        stands in the kernel once.
-        """
+        before the last V of this one. One loop over the steps of all tiles: each conversion is
+        thousands of instructions, and stands in the kernel once."""
         waited = "rows_loaded", "factors_free", "kv_loaded", "operand_free"
         states = RingStates.waiting(self.edges, *waited)
         scheduler = self.scheduler.create(context.order, context.channel)

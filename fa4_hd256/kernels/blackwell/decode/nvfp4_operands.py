@@ -130,9 +130,7 @@ def _pairs_of_blocks(codes: cute.Tensor, scales: Any) -> tuple[Any, ...]:
 
 def _pairs_of_keys(words: list[Any], scales: Any) -> tuple[Any, ...]:
     """Words of f16x2 of two keys, of even columns and then of odd ones, times the keys' scales.
-
-    lop3.b32 (PTX ISA 9.7.8.6) with 0xE4 is a & c | b & ~c.
-    """
+    lop3.b32 (PTX ISA 9.7.8.6) with 0xE4 is a & c | b & ~c."""
     lines = [
         "{.reg .b8 b0, b1, b2, b3;",
         ".reg .b32 value, shifted, codes;",

@@ -25,9 +25,7 @@ from .context import BlackwellDecodeContext
 @dataclass(frozen=True)
 class GroupRows(SharedByReference):
     """Rows of a tile that a group of softmax warps has, one score of each per thread and step.
-
-    tile: rows of the tile.  count: of the group.  functions: of the call.
-    """
+    tile: rows of the tile. count: of the group. functions: of the call."""
 
     tile: TileRows
     count: int

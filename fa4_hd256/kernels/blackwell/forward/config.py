@@ -43,11 +43,9 @@ TILES = ForwardTiles(
 
 @dataclass(frozen=True)
 class ForwardWarpPlan(WarpPlan):
-    """Warp indices and register budgets of one CTA.
-
-    The first warpgroup is the softmax, or the first two (`two_groups`), the next one the
-    correction, the last one holds one warp each of the other roles.
-    """
+    """Warp indices and register budgets of one CTA. The first warpgroup is the softmax, or the
+    first two (`two_groups`), the next one the correction, the last one holds one warp each of the
+    other roles."""
 
     softmax: tuple[int, ...] = (0, 1, 2, 3)
     correction: tuple[int, ...] = (4, 5, 6, 7)

@@ -35,10 +35,8 @@ class BlackwellForwardContext(ForwardContext, PairContext):
 
 @dataclass
 class LoadRings(RingRecord):
-    """Buffers that the load warp fills next: of K and V, and of Q.
-
-    Each state serves both edges of its ring: the wait for "free" and the bytes of "loaded".
-    """
+    """Buffers that the load warp fills next: of K and V, and of Q. Each state serves both edges of
+    its ring: the wait for "free" and the bytes of "loaded"."""
 
     kv: RingState
     q: RingState
@@ -64,11 +62,9 @@ class MmaRings(RingRecord):
 
 @dataclass
 class SoftmaxRings(RingRecord):
-    """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors.
-
-    s waits for s_done and arrives on p_first_done and p_last_done; scale waits for scale_free and
-    arrives on scale_done.
-    """
+    """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors. s
+    waits for s_done and arrives on p_first_done and p_last_done; scale waits for scale_free and
+    arrives on scale_done."""
 
     s: RingState
     scale: RingState
@@ -76,11 +72,9 @@ class SoftmaxRings(RingRecord):
 
 @dataclass
 class CorrectionRings(RingRecord):
-    """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O.
-
-    scale waits for scale_done and arrives on scale_free; o waits for o_done and arrives on o_free;
-    staged only arrives on o_staged.
-    """
+    """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O. scale
+    waits for scale_done and arrives on scale_free; o waits for o_done and arrives on o_free; staged
+    only arrives on o_staged."""
 
     scale: RingState
     staged: RingState

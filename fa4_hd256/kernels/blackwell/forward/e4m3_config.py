@@ -38,10 +38,8 @@ TWO_GROUPS = ForwardWarpPlan(
 
 @dataclass(frozen=True)
 class E4m3ForwardConfig(ForwardConfig):
-    """The configuration for Q, K and V in e4m3, whose softmax has two warpgroups (`two_groups`).
-
-    K and V take half of the bytes, so that as many bytes are on their way as in 16 bits.
-    """
+    """The configuration for Q, K and V in e4m3, whose softmax has two warpgroups (`two_groups`). K
+    and V take half of the bytes, so that as many bytes are on their way as in 16 bits."""
 
     kv_stages: int = 6
     rescale_threshold: float = 4.0

@@ -77,12 +77,9 @@ from .scores import RangeMask, StepScores, hand_over
 
 
 class ForwardKernel(ForwardCommon, PairKernel):
-    """The forward kernel for one configuration.
-
-    config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    parts: see `KernelParts`.  Called under `cute.compile`; see `__call__` for the arguments at run
-    time.
-    """
+    """The forward kernel for one configuration. config: tile shapes, stages, warps, exp2 pattern.
+    problem_class: what of a call is compiled in. parts: see `KernelParts`. Called under
+    `cute.compile`; see `__call__` for the arguments at run time."""
 
     context_class = BlackwellForwardContext
     scores_class = StepScores
@@ -173,11 +170,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def load(self, context: BlackwellForwardContext):
-        """Fetch this CTA's share of what the MMAs need, in the order in which they are issued.
-
-        Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last V of this
-        one.
-        """
+        """Fetch this CTA's share of what the MMAs need, in the order in which they are issued. Q
+        and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last V of this
+        one."""
         rings = LoadRings.waiting(self.edges, "kv_free", "q_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -459,10 +454,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
         softmax: OnlineSoftmax,
         rings: SoftmaxRings,
     ):
-        """Run one step: scores, maximum, exp2, P to tensor memory, row sum.
-
-        key: its first one.  mask: see `StepScores.load`; bits are returned for the next step.
-        """
+        """Run one step: scores, maximum, exp2, P to tensor memory, row sum. key: its first one.
+        mask: see `StepScores.load`; bits are returned for the next step."""
         barriers, size = context.barriers, self.config.fragment_columns
         barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
@@ -508,10 +501,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def correction(self, context: BlackwellForwardContext):
-        """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it.
-
-        O may be touched from o_done of one step until o_free lets PV of the next begin.
-        """
+        """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it. O
+        may be touched from o_done of one step until o_free lets PV of the next begin."""
         barriers, edges = context.barriers, self.edges
         rings = CorrectionRings(
             edges["scale_done"].waiter_state(),

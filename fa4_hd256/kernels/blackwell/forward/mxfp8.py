@@ -52,10 +52,8 @@ ONES = 0x7F7F7F7F
 
 @dataclass(frozen=True)
 class Mxfp8Context(ScaleTiles, BlackwellForwardContext):
-    """State that every warp role of one CTA shares.
-
-    "q_scales", "kv_scales" in `smem`: (2, 128, stages) words.  first_tiles: see `ScaleTiles`.
-    """
+    """State that every warp role of one CTA shares. "q_scales", "kv_scales" in `smem`: (2, 128,
+    stages) words. first_tiles: see `ScaleTiles`."""
 
     first_tiles: tuple[Int32, Int32] | None = None
 

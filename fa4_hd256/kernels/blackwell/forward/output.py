@@ -66,9 +66,7 @@ def output_slices(
     o: TmaTensor, staged: cute.Tensor, buffer: Int32, place: TilePlace, columns: int, packed: int
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """Return a tile's staged O and where it goes, by slices of columns, as TMA stores take them.
-
-    staged: (rows, 256, buffers) of shared memory.  place, packed: see `tma_tile`.
-    """
+    staged: (rows, 256, buffers) of shared memory. place, packed: see `tma_tile`."""
     shape = (cute.size(staged, mode=[0]), columns)
     tiles = tma_tile(o.tensor, shape, place, packed)
     slices = cute.local_tile(staged[None, None, buffer], shape, (0, None))

@@ -31,10 +31,8 @@ LOAD_COLUMNS = 64
 
 
 class RangeMask(NamedTuple):
-    """Mask of a step in which the bounds of the visible keys hide some.
-
-    nodes: word of the row under a tree mask, None without one, and in steps before the tree's keys.
-    """
+    """Mask of a step in which the bounds of the visible keys hide some. nodes: word of the row
+    under a tree mask, None without one, and in steps before the tree's keys."""
 
     nodes: Any
 
@@ -42,10 +40,8 @@ class RangeMask(NamedTuple):
 @dataclass(frozen=True)
 class StepScores:
     """Maker of the scores of a softmax thread in a step: of one row, all keys; `two_groups` has the
-    form in which two threads share a row.
-
-    config: of the kernel.  functions: of the call.  are_listed: a block mask names the steps.
-    """
+    form in which two threads share a row. config: of the kernel. functions: of the call.
+    are_listed: a block mask names the steps."""
 
     config: ForwardConfig
     functions: KernelFunctions
@@ -68,10 +64,9 @@ class StepScores:
     def places(
         self, context: BlackwellForwardContext, rings: SoftmaxRings, key: Int32
     ) -> tuple[Int32, Int32, Int32]:
-        """Return (where the thread's scores lie, where its P goes, its first key).  key: the first
-        one of the step.
-        P lies over S: two 16-bit values per column, or four e4m3, in columns that they came from.
-        """
+        """Return (where the thread's scores lie, where its P goes, its first key). key: the first
+        one of the step. P lies over S: two 16-bit values per column, or four e4m3, in columns that
+        they came from."""
         s = self.config.tmem["s0"].start + rings.s.index * self.config.block_kv
         address = context.warp_lanes + s
         return address, address, key
@@ -105,11 +100,9 @@ class StepScores:
     def load(
         self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
     ):
-        """Return the row's scores, -inf where it does not see the key.
-
-        address, key: of `places`.  mask: `RangeMask`; in a listed step `RowBits`; None in a step
-        whose keys the row sees all.
-        """
+        """Return the row's scores, -inf where it does not see the key. address, key: of `places`.
+        mask: `RangeMask`; in a listed step `RowBits`; None in a step whose keys the row sees
+        all."""
         functions = self.functions
         scores = cute.make_rmem_tensor(self.config.softmax_columns, Float32)
         tmem_load(address, scores, LOAD_COLUMNS)

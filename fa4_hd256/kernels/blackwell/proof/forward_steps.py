@@ -72,11 +72,9 @@ def _softmax(*read_s: Action) -> Role:
 
 
 def _correction(o_slices: int) -> Role:
-    """Return the correction's role.
-
-    The factor of step i + 1 is taken before O of step i is touched.  In the last step o_free comes
-    before the last slice is staged: that slice is in registers then, and the others are staged.
-    """
+    """Return the correction's role. The factor of step i + 1 is taken before O of step i is
+    touched. In the last step o_free comes before the last slice is staged: that slice is in
+    registers then, and the others are staged."""
     stage = (write("staged", "O staged"), arrive("o_staged"))
     drain = (*stage * (o_slices - 1), read("o", "O"), arrive("o_free"), *stage)
     take = wait("scale_done"), read("scale", "factor"), arrive("scale_free")

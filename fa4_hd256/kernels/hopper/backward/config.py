@@ -29,10 +29,8 @@ PIECES = DS_TILE // PIECE_ROWS
 
 @dataclass(frozen=True)
 class BackwardWarpPlan(WarpPlan):
-    """Warp indices and register budgets of one CTA.
-
-    Two warpgroups multiply; of the third one warp loads.
-    """
+    """Warp indices and register budgets of one CTA. Two warpgroups multiply; of the third one warp
+    loads."""
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     load: int = 8
@@ -54,10 +52,8 @@ class BackwardWarpPlan(WarpPlan):
 
 @dataclass(frozen=True)
 class DvPlan:
-    """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step.
-
-    q_stages, dout_stages: buffers of Q, and of dO.
-    """
+    """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step. q_stages,
+    dout_stages: buffers of Q, and of dO."""
 
     q_stages: int = 1
     dout_stages: int = 2
@@ -132,9 +128,7 @@ class DvPlan:
 @dataclass(frozen=True)
 class ProductsPlan:
     """dK and dQ as plain GEMMs of a stored dS: 256 rows of a cluster, 128 of the sum in each step.
-
-    ds_stages: buffers of dS.  rows_stages: of the rows it is multiplied with, two per step.
-    """
+    ds_stages: buffers of dS. rows_stages: of the rows it is multiplied with, two per step."""
 
     ds_stages: int = 2
     rows_stages: int = 5
@@ -188,10 +182,8 @@ class ProductsPlan:
 @dataclass(frozen=True)
 class SinglePlan:
     """One gradient by itself: 256 rows of a cluster stay, 64 of the other side pass in each step.
-
-    result: "dq", "dk" or "dv".  x_stages: buffers of what scores and dS, or P, are multiplied with.
-    y_stages: of what gives dP, or dV.
-    """
+    result: "dq", "dk" or "dv". x_stages: buffers of what scores and dS, or P, are multiplied with.
+    y_stages: of what gives dP, or dV."""
 
     result: str
     x_stages: int = 2

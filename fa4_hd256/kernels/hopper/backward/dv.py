@@ -87,10 +87,8 @@ class DvOperands(SharedByReference):
 
 
 class DvTile(NamedTuple):
-    """A tile as a warpgroup works on it.
-
-    mask: what hides its scores.  ds_row: see `KeyTiles.row_of_ds`.
-    """
+    """A tile as a warpgroup works on it. mask: what hides its scores. ds_row: see
+    `KeyTiles.row_of_ds`."""
 
     work: WorkTile
     mask: KeyMask | ListedKeyMask
@@ -98,10 +96,8 @@ class DvTile(NamedTuple):
 
 
 class DvKernel(HopperBackward):
-    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
-
-    results: (dv,).  ds: see `backward.ds_tiles`.  Tiles: `KeyRows`.
-    """
+    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`. results:
+    (dv,). ds: see `backward.ds_tiles`. Tiles: `KeyRows`."""
 
     rows_of = "k"
     shared_boxes = ("q", "dout")

@@ -29,11 +29,9 @@ StatOf = Callable[[int], Float32]
 
 
 class KeyMask(NamedTuple):
-    """Facts that hide scores of a tile: `KeyRows.mask` makes them.
-
-    visibility: which queries a key is seen by.  first_key: of the warpgroup.  unmasked: [begin,
-    end) of the steps that need no mask.  has_rest: some keys do not exist.
-    """
+    """Facts that hide scores of a tile: `KeyRows.mask` makes them. visibility: which queries a key
+    is seen by. first_key: of the warpgroup. unmasked: [begin, end) of the steps that need no mask.
+    has_rest: some keys do not exist."""
 
     visibility: Visibility
     first_key: Int32
@@ -51,10 +49,8 @@ class ListedKeyMask(NamedTuple):
 
 
 class KeyRows(KeyTiles):
-    """Keys of the tiles of a kernel, which owns it.  Tiles: `KeyTiles`.
-
-    functions: the kernel's score_mod and mask_mod.
-    """
+    """Keys of the tiles of a kernel, which owns it. Tiles: `KeyTiles`. functions: the kernel's
+    score_mod and mask_mod."""
 
     def __init__(self, plan: DvPlan | SinglePlan, functions: KernelFunctions) -> None:
         self.plan, self.problem_class = plan, functions.problem_class

@@ -21,11 +21,9 @@ from .key_rows import StatOf
 
 
 class QueryMask(NamedTuple):
-    """Facts that hide scores of a tile.
-
-    visibility: which keys a query sees.  first_query: of the warpgroup.  unmasked: [begin, end) of
-    the steps that need no mask.  stats: -LSE, and -delta, of both rows of this thread.
-    """
+    """Facts that hide scores of a tile. visibility: which keys a query sees. first_query: of the
+    warpgroup. unmasked: [begin, end) of the steps that need no mask. stats: -LSE, and -delta, of
+    both rows of this thread."""
 
     visibility: Visibility
     first_query: Int32

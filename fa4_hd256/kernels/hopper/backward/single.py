@@ -76,10 +76,8 @@ class SingleOperands(SharedByReference):
 
 
 class SingleTile(NamedTuple):
-    """A tile as a warpgroup works on it.
-
-    weights: A of the sum, dS or P of a step in 16 bits.  mask: what hides scores.
-    """
+    """A tile as a warpgroup works on it. weights: A of the sum, dS or P of a step in 16 bits. mask:
+    what hides scores."""
 
     work: WorkTile
     operands: SingleOperands
@@ -88,11 +86,9 @@ class SingleTile(NamedTuple):
 
 
 class SingleKernel(HopperBackward):
-    """Base of the three, which say what differs.
-
-    stays, passes: names of a and g, and of x and y.  rows: class of the tiles.  of_ds: the sum is
-    of dS, else of P.  is_scaled: the result is softmax_scale times the sum.
-    """
+    """Base of the three, which say what differs. stays, passes: names of a and g, and of x and y.
+    rows: class of the tiles. of_ds: the sum is of dS, else of P. is_scaled: the result is
+    softmax_scale times the sum."""
 
     stays: tuple[str, ...]
     passes: tuple[str, str]

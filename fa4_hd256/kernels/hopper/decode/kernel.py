@@ -73,12 +73,9 @@ P_CORE = 8
 
 
 class KeyFragments(ScaledSoftmax):
-    """The softmax of a thread's keys and rows, and what else it works on in registers.
-
-    keys, values: A of the parts of QK, and of those of both PV.  o: both accumulators, 64 of the
-    columns x rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the
-    sign of the scale.
-    """
+    """The softmax of a thread's keys and rows, and what else it works on in registers. keys,
+    values: A of the parts of QK, and of those of both PV. o: both accumulators, 64 of the columns x
+    rows each. stage: (1,) Q's buffer. k_scale: (1,) of K of the tile, and the sign of the scale."""
 
     keys: list[cute.Tensor]
     values: list[list[cute.Tensor]]
@@ -88,11 +85,8 @@ class KeyFragments(ScaledSoftmax):
 
 
 class DecodeStep(NamedTuple):
-    """Keys of a step.
-
-    first: this thread's first key.  is_masked: static, some key may be invisible.  nodes: words of
-    this thread's rows in a masked step with a tree mask, None in others.
-    """
+    """Keys of a step. first: this thread's first key. is_masked: static, some key may be invisible.
+    nodes: words of this thread's rows in a masked step with a tree mask, None in others."""
 
     work: WorkTile
     first: Int32
@@ -101,13 +95,9 @@ class DecodeStep(NamedTuple):
 
 
 class DecodeE4m3Kernel(HopperForward):
-    """The decode kernel for one configuration.
-
-    config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    parts: see `KernelParts`.
-
-    Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
-    """
+    """The decode kernel for one configuration. config: rows, stages, warps, exp2 pattern.
+    problem_class: what of a call is compiled in. parts: see `KernelParts`. Called under
+    `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time."""
 
     def __init__(self, config: E4m3Config, problem_class: ProblemClass, parts: KernelParts) -> None:
         self.config, self.problem_class = config, problem_class

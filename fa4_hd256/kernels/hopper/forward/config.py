@@ -71,11 +71,9 @@ def query_edges(config: Any) -> tuple[Edge, Edge]:
 
 @dataclass(frozen=True)
 class ForwardWarpPlan(WarpPlan):
-    """Warp indices and register budgets of one CTA.
-
-    One or two warpgroups work on 64 query rows each; of the last one warp loads.  gather: warps
-    that gather rows of K and V where these lie in pages of any size; None where TMA loads them.
-    """
+    """Warp indices and register budgets of one CTA. One or two warpgroups work on 64 query rows
+    each; of the last one warp loads. gather: warps that gather rows of K and V where these lie in
+    pages of any size; None where TMA loads them."""
 
     consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     load: int = 8
@@ -148,10 +146,8 @@ class ForwardConfig:
         check_budgets(self)
 
     def gathering(self) -> ForwardConfig:
-        """Return the configuration with warps that gather rows of K and V.
-
-        Raises ValueError where these cannot share the rows of a KV tile.
-        """
+        """Return the configuration with warps that gather rows of K and V. Raises ValueError where
+        these cannot share the rows of a KV tile."""
         if self.block_kv != SHORT_BLOCK_KV or self.ctas != 1:
             raise ValueError(
                 f"block_kv is {self.block_kv} and ctas {self.ctas} with a page_size that is no "

@@ -16,18 +16,14 @@ from ...plan.edges import RingState, SharedByReference
 
 @dataclass(frozen=True)
 class HopperForwardContext(ForwardContext):
-    """State that every warp role of one CTA shares.
-
-    Buffers in `smem`: those of the kernel's `_operands`, which has their shapes.
-    """
+    """State that every warp role of one CTA shares. Buffers in `smem`: those of the kernel's
+    `_operands`, which has their shapes."""
 
 
 @dataclass(frozen=True)
 class Fragments(SharedByReference):
-    """Registers and descriptors that a thread of a warpgroup works on, tile after tile.
-
-    p, o: P and O in registers.  q, k, v: descriptors of the operands.
-    """
+    """Registers and descriptors that a thread of a warpgroup works on, tile after tile. p, o: P and
+    O in registers. q, k, v: descriptors of the operands."""
 
     p: cute.Tensor
     o: cute.Tensor
@@ -41,10 +37,8 @@ RowSoftmax = tuple[OnlineSoftmax, OnlineSoftmax]
 
 
 class Running(NamedTuple):
-    """State that a step of a warpgroup hands to the next one.
-
-    k, v: states of the next tile of K, and of V.
-    """
+    """State that a step of a warpgroup hands to the next one. k, v: states of the next tile of K,
+    and of V."""
 
     softmax: RowSoftmax
     k: RingState
@@ -60,12 +54,9 @@ class WarpgroupTile(NamedTuple):
 
 
 class StepKeys(NamedTuple):
-    """Keys of a step.
-
-    first: the first key.  mask: None where every row sees all of them; else the words of both rows
-    of a thread (`ForwardKernel._nodes`); of a listed step its `ListedBits`, or the number of its
-    tile where a mask_mod says what is seen.  left: steps behind this one.
-    """
+    """Keys of a step. first: the first key. mask: None where every row sees all of them; else the
+    words of both rows of a thread (`ForwardKernel._nodes`); of a listed step its `ListedBits`, or
+    the number of its tile where a mask_mod says what is seen. left: steps behind this one."""
 
     first: Int32
     mask: Any

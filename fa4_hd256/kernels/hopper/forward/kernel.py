@@ -46,10 +46,8 @@ from .warpgroup import ResultRow, WarpgroupForward
 
 
 class ForwardKernel(WarpgroupForward):
-    """The forward kernel for one configuration.
-
-    Called under `cute.compile`; see `__call__` for the arguments at run time.
-    """
+    """The forward kernel for one configuration. Called under `cute.compile`; see `__call__` for the
+    arguments at run time."""
 
     pack = staticmethod(pack)
     result_row = ResultRow(

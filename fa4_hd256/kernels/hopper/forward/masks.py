@@ -22,11 +22,9 @@ ROWS = 2  # of a thread
 
 
 class ListedBits(NamedTuple):
-    """Bits of a listed step of a block mask.
-
-    is_partial: there may be keys that a row does not see.  words: for each row of the thread the
-    bits of the step, whose first one is of the thread's first key.
-    """
+    """Bits of a listed step of a block mask. is_partial: there may be keys that a row does not see.
+    words: for each row of the thread the bits of the step, whose first one is of the thread's first
+    key."""
 
     is_partial: Boolean
     words: tuple[tuple[Int32, ...], ...]
@@ -72,11 +70,9 @@ def hide_by_bits(row: cute.Tensor, number: int, bits: ListedBits, columns: int):
 
 
 def locator(tile: WarpgroupTile, key: Int32, block: int, query_rows: int, packed: int) -> Locate:
-    """Return (query head, query, key) of the scores of a fragment, by number.
-
-    key: first key of the step, of `block` keys.  query_rows: rows of a query, those of padding
-    among them; packed: heads that share query tiles.
-    """
+    """Return (query head, query, key) of the scores of a fragment, by number. key: first key of the
+    step, of `block` keys. query_rows: rows of a query, those of padding among them; packed: heads
+    that share query tiles."""
     work, first_row, _ = tile
     columns, first_column = fragment_columns(block), cute.arch.thread_idx()[0] % QUAD * 2
 

@@ -50,11 +50,9 @@ NO_NODES = (None,) * ROWS
 
 
 class ResultRow(NamedTuple):
-    """Functions by which a thread's part of a row of O is ordered, and leaves.
-
-    ordered: brings its values into the order of `columns`.  store_float32: stores those of a KV
-    split.  exchanged: rounds them, and exchanges words within a quad; store: stores these.
-    """
+    """Functions by which a thread's part of a row of O is ordered, and leaves. ordered: brings its
+    values into the order of `columns`. store_float32: stores those of a KV split. exchanged: rounds
+    them, and exchanges words within a quad; store: stores these."""
 
     ordered: Callable[[cute.Tensor], cute.Tensor]
     columns: Callable[[], Any]

@@ -103,10 +103,8 @@ def consumer(
     edges: tuple[str, str] = ("v_loaded", "v_free"),
     value: tuple[str, str] = ("v", "V"),
 ) -> Role:
-    """Return the role of a warpgroup: QK of a step before PV of the one before it.
-
-    edges: of V as it is multiplied.  value: its ring, and what is in it.
-    """
+    """Return the role of a warpgroup: QK of a step before PV of the one before it. edges: of V as
+    it is multiplied. value: its ring, and what is in it."""
     full, free = edges
     q = q_name(warpgroup)
     scores = wait("k_loaded"), multiply("QK", read(q, "Q"), read("k", "K"))

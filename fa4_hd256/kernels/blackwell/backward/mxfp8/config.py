@@ -33,9 +33,7 @@ def _with_scales(edges: EdgeTable, pair_bytes: int) -> list[Edge]:
 @dataclass(frozen=True)
 class DvMxfp8Plan(DvPlan):
     """The kernel of dV and dS in mxfp8: 256 keys of a pair stay, 128 queries pass in each step.
-
-    ring_stages: buffers of the ring that Q and dO (twice) share; a step takes three.
-    """
+    ring_stages: buffers of the ring that Q and dO (twice) share; a step takes three."""
 
     ring_stages: int = 8
     warps: BackwardWarpPlan = field(
@@ -113,10 +111,8 @@ class DvMxfp8Plan(DvPlan):
 
 @dataclass(frozen=True)
 class ProductsMxfp8Plan(ProductsPlan):
-    """dK and dQ in mxfp8 from a stored dS: 256 rows of a pair, 128 of the sum in each step.
-
-    stages: steps whose operands are in SMEM at a time.
-    """
+    """dK and dQ in mxfp8 from a stored dS: 256 rows of a pair, 128 of the sum in each step. stages:
+    steps whose operands are in SMEM at a time."""
 
     stages: int = 6
 
@@ -165,10 +161,8 @@ class ProductsMxfp8Plan(ProductsPlan):
 @dataclass(frozen=True)
 class Mxfp8BackwardConfig:
     """Everything static about the backward's kernels in mxfp8 that a user or a tuner may set; the
-    fields are those of `BackwardConfig`.
-
-    Raises ValueError for a ds_bytes below 1: these kernels always store dS.
-    """
+    fields are those of `BackwardConfig`. Raises ValueError for a ds_bytes below 1: these kernels
+    always store dS."""
 
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     dv: DvMxfp8Plan = field(default_factory=DvMxfp8Plan)

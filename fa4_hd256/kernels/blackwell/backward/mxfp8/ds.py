@@ -183,10 +183,8 @@ def _paired(word: Int32, choice: Int32) -> Int32:
 
 
 def _key_scales(ds: cute.Tensor) -> tuple[list[Int32], Int32]:
-    """Return (bytes of the inverse scales for dK, those of the scales that this thread stores).
-
-    The former: a word for each half, with byte 2 j + block.
-    """
+    """Return (bytes of the inverse scales for dK, those of the scales that this thread stores). The
+    former: a word for each half, with byte 2 j + block."""
     largest = []
     for half in range(2):
         own = quad_fragment(ds, half)
@@ -229,10 +227,8 @@ def _largest(values: list[Float32]) -> Int32:
 
 def _scattered_max(values: list[Int32], exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
     """Return the maxima over lanes of a share of the values: at each exchange a lane keeps the
-    first half if its side is 0, the second if it is 1, and gives the other one away.
-
-    exchanges: (distance of the other lane, side of this one).
-    """
+    first half if its side is 0, the second if it is 1, and gives the other one away. exchanges:
+    (distance of the other lane, side of this one)."""
     for distance, side in exchanges:
         half = len(values) // 2
         is_first = side == 0

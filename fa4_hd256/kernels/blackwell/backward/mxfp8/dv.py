@@ -320,10 +320,8 @@ class DvMxfp8Kernel(BlackwellBackward):
         undrained: WorkTile,
         states: RingStates,
     ):
-        """P and its scales to tensor memory, over dP, then dS = P (dP - delta) in e4m3.
-
-        undrained: see the base.
-        """
+        """P and its scales to tensor memory, over dP, then dS = P (dP - delta) in e4m3. undrained:
+        see the base."""
         factors, p, ds = registers
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])

@@ -59,10 +59,8 @@ PAIRS = HEAD_DIM // 2  # of a row's bytes, as TMA has them
 
 
 class ForwardE4m3Kernel(WarpgroupForward):
-    """The kernel for one configuration.
-
-    Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
-    """
+    """The kernel for one configuration. Called under `cute.compile`; see `ForwardCommon.__call__`
+    for the arguments at run time."""
 
     q_bytes = kv_bytes = 1
     v_loaded, v_free = "columns_written", "columns_free"

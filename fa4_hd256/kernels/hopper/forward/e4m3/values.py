@@ -148,11 +148,9 @@ def store_float32(values: cute.Tensor, out: cute.Tensor) -> None:
 
 
 def exchanged_pieces(values: cute.Tensor, dtype: Any) -> list[cute.Tensor]:
-    """Return a row of 256, rounded to a type of 16 bits, eight neighbouring columns per lane.
-
-    Of every 32 columns a lane has twice four neighbours.  Two lanes exchange four for four, so that
-    the even one has eight of the first 16, the odd one eight of the last.
-    """
+    """Return a row of 256, rounded to a type of 16 bits, eight neighbouring columns per lane. Of
+    every 32 columns a lane has twice four neighbours. Two lanes exchange four for four, so that the
+    even one has eight of the first 16, the odd one eight of the last."""
     rounded = cute.make_rmem_tensor(cute.size(values), dtype)
     rounded.store(values.load().to(dtype))
     words, is_odd = cute.recast_tensor(rounded, Uint32), cute.arch.thread_idx()[0] % 2 != 0
