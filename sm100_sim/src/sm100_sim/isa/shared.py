@@ -54,7 +54,7 @@ def require_own(warp: Warp, shared: int, what: str) -> None:
 def require_cluster(warp: Warp, what: str) -> None:
     """Raise MemoryFault in a launch without clusters, where the hardware knows no such operation.
 
-    A cluster of one CTA will do, if the kernel or its launch names it (docs/silicon.md,
+    A cluster of one CTA will do, if the kernel or its launch names it (docs/facts.md,
     `cluster-copies`).
     """
     if not warp.cta.cluster.machine.explicit_cluster:

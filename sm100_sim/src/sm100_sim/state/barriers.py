@@ -349,7 +349,7 @@ class RegisterPool:
     per_thread: registers that each thread is launched with, the kernel's own number. Each of the
     SM's four quarters has a pool of its own, for the warps whose number has its remainder by four.
     The pools begin empty: what the SM's register file has left over belongs to nobody, and a warp
-    that exits takes its registers along (all measured on an H200, docs/silicon.md).
+    that exits takes its registers along (all measured on an H200, docs/facts.md).
     """
 
     __slots__ = ("free", "_launched", "_warps", "_counts", "_wake")
