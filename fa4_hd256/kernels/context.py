@@ -58,7 +58,6 @@ class KernelContext(SharedByReference):
         return replace(self, sequences=self.sequences.of_batch(self.batch(work)))
 
     def part(self, work: WorkTile) -> KvSplit | None:
-        """Return the part of the KV tiles that a tile has; None where they are not split."""
         return None
 
     def visibility(self, work: WorkTile, block_kv: int) -> Visibility:
@@ -82,15 +81,13 @@ class KernelContext(SharedByReference):
         )
 
     def _visible_keys(self, batch: Int32) -> Int32:
-        """Return the number of keys of a batch entry that no negative bound hides."""
         keys = self.sequences.key(batch).length
         if cutlass.const_expr(self.mask.hides_rows and self.mask.bounded_right):
             keys = cutlass.max(keys - self.scalars.unseen_keys, 0)
         return keys
 
     def first_page(self, batch: Int32) -> FirstPage | None:
-        """Return where KV tiles count the keys of a batch entry from; None where that is its first
-        key."""
+        """Return where KV tiles count keys from; None for the first key of the entry."""
         if not self.mask.padded_pages:
             return None
         first_row = self.sequences.key(batch).offset
@@ -125,8 +122,7 @@ class KernelParts(NamedTuple):
 
 
 class TileKernel(Protocol):
-    """A kernel of tiles, as `shared_fields` needs it. scheduled_warps: warps of a cluster that run
-    the tile loop."""
+    """A kernel of tiles, as `shared_fields` needs it. scheduled_warps: of a cluster."""
 
     problem_class: ProblemClass
     edges: EdgeTable
@@ -174,8 +170,7 @@ CLAIM_STEPS = 2
 
 @cute.jit
 def schedule(scheduler_class: Any, context: KernelContext) -> None:
-    """Request each next tile when the load warp wants it; nothing to do under a static scheduler.
-    scheduler_class: of the `schedulers` protocol."""
+    """Request each next tile when the load warp wants it; nothing under a static scheduler."""
     if cutlass.const_expr(scheduler_class.needs_scheduler_warp):
         scheduler = scheduler_class.create(context.order, context.channel)
         work = scheduler.initial_work()

@@ -135,7 +135,6 @@ class KernelSet:
         return own
 
     def keys_of(self, problem_class: ProblemClass) -> Any:
-        """Return the class of a forward's keys and values, a `forward.keys.KeySource`."""
         if problem_class.gathers:
             return _named(self.gathered_keys)
         if problem_class.page_size is not None:
@@ -181,8 +180,6 @@ class KernelSet:
         return tiles
 
     def backward_set(self, is_mxfp8: bool = False) -> BackwardSet:
-        """Return `backward`, or `mxfp8_backward`. Raises NotImplementedError where there is
-        none."""
         found = self.mxfp8_backward if is_mxfp8 else self.backward
         if found is None:
             raise self._missing("backward in mxfp8" if is_mxfp8 else "backward")
@@ -204,7 +201,6 @@ class KernelSet:
 
 
 def _named(place: str) -> Any:
-    """Return what a place names, "module:name" below the package."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f".{module}", __package__), name)
 
@@ -216,7 +212,6 @@ def _key(tiles: ForwardTiles) -> tuple[torch.dtype | None, torch.dtype | None, b
 def _dtypes(
     q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, is_mxfp8: bool = False
 ) -> str:
-    """Return dtypes of q, k and v in words. The arguments are those of `forward_tiles`."""
     if is_mxfp8:
         return "q, k and v in mxfp8, with scales of blocks"
     if q_dtype is not None:
@@ -232,5 +227,4 @@ def kernels_of(architecture: Architecture) -> KernelSet:
 
 
 def kinds() -> set[str]:
-    """Kinds of kernels that any architecture has of its own."""
     return {kind for a in ARCHITECTURES for kind in kernels_of(a).classes}

@@ -21,11 +21,9 @@ E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5
 
 
 def block_scales_of(kv_dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Return the names of the scales of NVFP4 that a kernel for K and V of a dtype gets, behind all
-    other tensors but memory for V^T."""
+    """Return the names of NVFP4's scales that a kernel gets, behind other tensors."""
     return BLOCK_SCALES if kv_dtype == NVFP4 else ()
 
 
 def block_scales_shape(codes: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the scales of codes (.., bytes)."""
     return *codes.shape[:-1], 2 * codes.shape[-1] // NVFP4_BLOCK

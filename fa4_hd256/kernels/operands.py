@@ -26,8 +26,7 @@ EVICT_LAST = 0x14F0000000000000
 
 
 class TmaTensor(NamedTuple):
-    """A TMA descriptor's copy atom and the coordinate tensor that goes with it. from_start: that of
-    tiles which are clipped at their start (`sequences.clipped_at_start`); None where no tile is."""
+    """A TMA atom and its coordinates. from_start: of tiles clipped there, None for none."""
 
     atom: Any
     tensor: Any
@@ -83,8 +82,7 @@ def load_tile(
     packed: int = 1,
     **options: Any,
 ) -> None:
-    """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`).  options:
-    of `load_box`."""
+    """One TMA load into `smem[.., .., stage]` of `tma_tile`(`place`).  options: of `load_box`."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     tile = tma_tile(source.tensor, shape, place, packed, least=1)
     load_box(source, smem, tile, barrier, stage, **options)
@@ -113,15 +111,13 @@ def load_box(
 
 
 def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: TilePlace, packed: int = 1) -> None:
-    """Prefetch into L2 the tile at `place` (see `tma_tile`), which a load is to bring into a buffer
-    of `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
+    """Prefetch into L2 a tile of `place` (`tma_tile`): cp.async.bulk.prefetch.tensor (9.7.9.27)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     tile = tma_tile(source.tensor, shape, place, packed, least=1)
     cute.prefetch(source.atom, _partition(source, smem, tile)[1])
 
 
 def _partition(source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
-    """The buffers and the tile as the TMA operation takes them."""
     return cpasync.tma_partition(
         source.atom,
         0,

@@ -30,7 +30,6 @@ KV_DTYPES = (E4M3,)
 
 
 def result_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that out may have, the default one first."""
     return tuple(ELEMENT_TYPES) if q_dtype in KV_DTYPES else (q_dtype,)
 
 
@@ -49,8 +48,7 @@ GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
 
 @dataclass(frozen=True)
 class FunctionClass:
-    """Facts of a user's function that are compiled in.  key: of it.  tensors: dtype and dimensions
-    of each that it reads, such as "float32 1"."""
+    """A user's function. key: of it.  tensors: dtype and dimensions, such as "float32 1"."""
 
     key: str
     tensors: tuple[str, ...] = ()
@@ -124,12 +122,10 @@ class ProblemClass:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Return the names of the `CallScalars` that the forward gets."""
         return (*OF_SCORES, "part_keys") if self.fixed_parts else OF_SCORES
 
     @property
     def descales(self) -> tuple[str, ...]:
-        """Return the names of the scales that the kernel gets, in order."""
         if not self.descale:
             return ()
         return KV_DESCALES if self.q_dtype is None else DESCALES
@@ -143,18 +139,15 @@ class ProblemClass:
 
     @property
     def _padded_pages(self) -> int:
-        """Return the field `padded_pages` of `MaskKind`."""
         is_padded = PAGE_TABLE in self.ragged and CACHE_LEFTPAD in self.ragged
         return (self.page_size or 0) if is_padded else 0
 
     @property
     def gathers(self) -> bool:
-        """Return True if rows of keys and values are gathered one by one: `forward.gathered`."""
         return self.page_size == ANY_PAGE
 
     @property
     def asks_places(self) -> bool:
-        """Return True if a score_mod or mask_mod needs to know where scores lie."""
         return self.score_mod is not None or self.mask_mod is not None
 
     @property
@@ -174,7 +167,6 @@ class ProblemClass:
 
     @property
     def has_unequal_tiles(self) -> bool:
-        """Return True if tiles differ in their steps, by a mask or by the sequences' lengths."""
         return self.bounded_left or self.bounded_right or self._have_lengths
 
 
@@ -193,7 +185,6 @@ class GradientClass:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Return the names of the `CallScalars` that such a kernel gets."""
         own = *OF_SCORES, "softmax_scale", "head_parts"
         return (*own, "score_origin") if self.problem.asks_places else own
 
@@ -236,14 +227,12 @@ class CallScalars(NamedTuple):
     @classmethod
     @functools.cache
     def kinds(cls) -> dict[str, Any]:
-        """Return the types of those that are passed by value."""
         hints = typing.get_type_hints(cls)
         return {name: kind for name, kind in hints.items() if kind is not Any}
 
     @classmethod
     def named(cls, names: Sequence[str], values: Mapping[str, Any]) -> CallScalars | None:
-        """Return those of some names, None where a kernel gets none: CuTe DSL warns of an empty
-        record.  values: by name, any others among them."""
+        """Return those of some names, None without: CuTe DSL warns of an empty record."""
         if not names:
             return None
         return cls(*(values[name] if name in names else None for name in cls._fields))
@@ -259,6 +248,5 @@ TILE_COUNTER = "tile_counter"
 
 
 def scalar_names(own: Any, counts_tiles: bool) -> tuple[str, ...]:
-    """Return the names of the scalars that a kernel gets.  own: its problem class.  counts_tiles:
-    as of `KernelSet`."""
+    """Return the names of a kernel's scalars.  counts_tiles: as of `KernelSet`."""
     return (*own.scalars, TILE_COUNTER) if own.use_clc and counts_tiles else own.scalars

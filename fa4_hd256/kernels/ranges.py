@@ -35,6 +35,5 @@ def traced(name: str) -> Callable[[Callable], Callable]:
 
 
 def _iket_requested() -> bool:
-    """Return True if CuTe DSL's compiler options request in-kernel event tracing."""
     options = os.environ.get("CUTE_DSL_COMPILER_OPT", "")
     return "iket" in re.split(r"[\s,]+", options.replace("--", ""))

@@ -56,7 +56,6 @@ class BlockList(SharedByReference):
 
     @classmethod
     def of(cls, tensors: Any, batch: Int32, row: Int32) -> BlockList:
-        """Read the list of a row from a call's `SequenceTensors`."""
         table = tensors.mask_blocks
         batch = cutlass.min(batch, Int32(cute.size(table, mode=[0])) - 1)
         return cls(table[batch, None, row, None, None], tensors.mask_key_bits)
@@ -79,8 +78,7 @@ class BlockList(SharedByReference):
         return self._entries[0, 0, FIRST] + half * self.written
 
     def ds_column(self, place: Int32) -> Int32:
-        """Return the offset from a half of the queries to its dS tile number, in a block of
-        queries."""
+        """Return the offset from a half of the queries to its dS tile number."""
         return self._entries[0, place + 1, NUMBER]
 
     def steps_tile(self, step: Int32, parts: int) -> Int32:

@@ -47,7 +47,6 @@ class BackwardKernelTensors(NamedTuple):
 
     @property
     def optional(self) -> Any:
-        """Return the tensors, or None, the last of which functions of the call read."""
         return self.ragged
 
 
@@ -121,14 +120,12 @@ class BackwardEntry:
         )
 
     def ragged(self, tensors: BackwardKernelTensors) -> Any:
-        """Return the ragged tensors among a kernel's tensors, None if there are none."""
         return tensors.ragged
 
     def _in_a_row(
         self, problem: TileProblem, operands: tuple[cute.Tensor, ...], ragged: Any
     ) -> TileProblem:
-        """The problem; of packed sequences with blocks in a row, where the kernel's tiles are of
-        rows of one operand."""
+        """The problem; packed sequences with blocks in a row have tiles of rows of one operand."""
         if self.rows_of is None:
             return problem
         side = "qk".index(self.rows_of)

@@ -59,8 +59,7 @@ BLOCK_BITS = DS_BLOCK.bit_length() - 1
 
 
 def tile_strides() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return (shape, strides) in elements of a tile as (key, run of 8 queries, query in the
-    run)."""
+    """Return (shape, strides) in elements of a tile as (key, run of 8 queries, query in it)."""
     return (DS_TILE, DS_TILE // RUN, RUN), (RUN, RUN_STRIDE, 1)
 
 
@@ -96,7 +95,6 @@ class DsTiles(SharedByReference):
         return cls(blocks_q, first, limit)
 
     def count(self, keys: int) -> int:
-        """Return the number of tiles for so many keys."""
         blocks = count_blocks(keys)
         begins = self._begins(blocks, 0) - self._begin(blocks)
         return BLOCK_TILES * (self._ends(blocks, 0) - begins)
@@ -194,12 +192,10 @@ class StoredDs(SharedByReference):
         return cls(tiles, unit * context.tensors.ds.shape[2])
 
     def row(self, kv_tile: Int32) -> Int32:
-        """`DsTiles.row`, counted from a query head's first tile."""
         return self.first + self.tiles.row(kv_tile)
 
 
 def tiles_of_head(ds: cute.Tensor) -> Int32:
-    """Tiles of a query head: so many numbers lie between those of two heads."""
     _, units, of_unit, _ = ds.shape
     return units * of_unit
 

@@ -28,7 +28,6 @@ class GemmOrder(SharedByReference):
 
     @classmethod
     def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> GemmOrder:
-        """Return the order for sequences that are no longer than these."""
         return cls(count_blocks(max_seqlen_k), count_blocks(max_seqlen_q), heads, mask)
 
     @property

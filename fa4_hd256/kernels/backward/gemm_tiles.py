@@ -65,7 +65,6 @@ class Walk(Carried):
 
     @property
     def column(self) -> Int32:
-        """The tile of queries, or of keys, of the step."""
         if self.listed is not None:
             return self.listed.tile(self.place)
         begin, end, _ = self.limits
@@ -127,7 +126,6 @@ class GemmTiles:
         )
 
     def _limits(self, context: BackwardContext, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
-        """[begin, end) of the tiles of queries, or of keys, that a tile's rows meet in dS."""
         visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
         sides = (visibility.transposed(DS_TILE), visibility)
         count = (side.num_tiles(row, DS_BLOCK) for side in sides)

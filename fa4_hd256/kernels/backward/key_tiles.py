@@ -91,11 +91,9 @@ class KeyTiles:
         return context.visibility(work, step_queries).transposed(step_queries)
 
     def block_list(self, context: BackwardContext, work: Any) -> BlockList:
-        """The tiles of queries of a tile, where a block mask names them."""
         return BlockList.of(context.sequences.tensors, work.batch, work.block)
 
     def query_tile(self, context: BackwardContext, work: Any, step: Step) -> Int32:
-        """Return the query tile of a step, counted in the kernel's steps."""
         if isinstance(step, ListedStep):
             return step.tile
         if self.problem_class.lists_steps:
@@ -112,11 +110,9 @@ class KeyTiles:
 
     @property
     def tile_steps(self) -> int:
-        """Steps of a tile that a block mask lists."""
         return MASK_TILE // self.plan.step_columns
 
     def num_steps(self, context: BackwardContext, work: Any) -> Int32:
-        """Steps of all query heads of the part in which some key of the tile is seen."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             steps = self.block_list(context, work).written * self.tile_steps
             return steps * heads_of_part(context, work.head)[1]
@@ -125,8 +121,7 @@ class KeyTiles:
         return steps * heads_of_part(context, work.head)[1]
 
     def first_position(self, context: BackwardContext, work: Any) -> Step:
-        """The first step of a tile.  Where a block mask names them, the index is that in the
-        list."""
+        """The first step of a tile; in a list, its index there."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             end = self.block_list(context, work).written * self.tile_steps
             return Step(heads_of_part(context, work.head)[0], Int32(0), (Int32(0), end))

@@ -44,7 +44,6 @@ class QueryTiles:
         )
 
     def num_steps(self, context: BackwardContext, work: Any) -> Int32:
-        """Steps of keys that some row of the tile sees."""
         rows = self.plan.tile_rows
         visibility = context.visibility(work, self.plan.step_columns)
         return visibility.num_tiles(work.block * rows, rows)

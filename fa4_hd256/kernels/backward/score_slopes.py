@@ -16,15 +16,13 @@ class SlopedChange(ScoreChange):
 
     @property
     def has_slopes(self) -> bool:
-        """Return True if the derivative is not 1 everywhere."""
         functions = self._functions
         return self.is_softcap or (functions is not None and functions.slope is not None)
 
     def apply_with_slopes(
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
     ) -> cute.Tensor | None:
-        """Change scores by instructions on pairs; return the slope of each score, None where it is
-        1."""
+        """Change scores by instructions on pairs; return their slopes, None where all are 1."""
         if not self.has_slopes:
             self.apply(scores, scale, places)
             return None
@@ -56,8 +54,6 @@ class SlopedChange(ScoreChange):
 
 
 class GradientFunctions(KernelFunctions):
-    """Functions of a kernel that makes gradients."""
-
     @property
     def change(self) -> SlopedChange:
         return SlopedChange(self.problem_class, self.score_mod)

@@ -84,8 +84,7 @@ def mn_major_operand(rows: int, slice_rows: int = SLICE, block: int = 0) -> Oper
 
 @dataclass(frozen=True)
 class TmemOperand:
-    """An A operand in TMEM (9.7.16.10): 16-bit elements, two per column, so 8 columns a slice.
-    step_columns: start of each K = 16 slice, relative to the operand's address."""
+    """An A operand in TMEM (9.7.16.10): 8 columns a slice. step_columns: starts of the slices."""
 
     step_columns: tuple[int, ...]
 

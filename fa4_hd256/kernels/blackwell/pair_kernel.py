@@ -94,12 +94,10 @@ class PairKernel:
         return {}
 
     def allow_next(self) -> None:
-        """Consent to the next kernel's begin, where it need not wait for this one's end: none by
-        default."""
+        """Consent to the next kernel's begin before this one's end: none by default."""
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps of all CTAs of a cluster that run the tile loop."""
         return self.warps.scheduled_warps
 
     @cute.kernel
@@ -143,7 +141,6 @@ class PairKernel:
             cute.arch.setmaxregister_decrease(budget)
 
     def _meet(self) -> None:
-        """Wait until all threads of the CTAs that share a tile are here."""
         if self.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -162,7 +159,6 @@ class PairKernel:
 
     @cute.jit
     def has_steps(self, context: PairContext, work: Any):
-        """Return True if a tile is valid and has any step."""
         # The batch entry of an invalid tile must not be looked up.
         has_steps = Boolean(False)
         if work.is_valid:

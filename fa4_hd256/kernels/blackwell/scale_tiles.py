@@ -36,8 +36,6 @@ class ScaleTiles:
         return self._first_tile("q", work), self._first_tile("k", work)
 
     def scale_tile(self, side: str, work: WorkTile, row: Int32) -> Int32:
-        """Return the number of the tile of scales that a row begins.  side: "q" for rows of
-        queries, else of keys."""
         if self.first_tiles is None:
             first = self._first_tile(side, work)
         else:

@@ -34,7 +34,6 @@ class ScaledMma(Mma):
 
     @classmethod
     def of(cls, mma: Mma, numbers: Iterable[int] | None = None) -> ScaledMma:
-        """Return an MMA with scales, of all slices unless numbers are given."""
         numbers = range(len(mma.b.step_bytes)) if numbers is None else numbers
         return cls(mma.shape, mma.a, mma.b, tuple(numbers))
 
@@ -46,7 +45,6 @@ class ScaledMma(Mma):
         accumulate: Boolean | bool,
         scales: Places,
     ) -> None:
-        """Issue as `Mma.issue` does.  scales: of A and B."""
         if isinstance(self.a, OperandLayout):
             a = self.a.lower_word(a)
         words = (Int32(word) for word in (result, a, self.b.lower_word(b)))
@@ -55,7 +53,6 @@ class ScaledMma(Mma):
 
     @property
     def ptx(self) -> str:
-        """The text of `chain_ptx` with scales: r5 and r6 those of A and B."""
         lines, numbers = [], iter(self.numbers)
         for line in chain_ptx(self.a, self.b, self.shape).splitlines():
             if "tcgen05.mma" in line:

@@ -75,7 +75,5 @@ def multiply_rows(values: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 def _tmem_tensor(address: Any, columns: int) -> cute.Tensor:
-    """128 lanes x columns at `address`: lane stride 2^16. The address names the warp's own lanes,
-    so every thread takes the part of thread 0."""
     layout = cute.make_layout((LANES, columns), stride=(1 << 16, 1))
     return cute.make_tensor(address, layout)

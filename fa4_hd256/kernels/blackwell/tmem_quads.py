@@ -56,6 +56,5 @@ def tmem_store_quads(values: cute.Tensor, address: Any, *, loc: Any = None, ip: 
 
 
 def _lanes(address: Any, half: int) -> ir.Value:
-    """Return the address of one half of the warp's lanes."""
     words = address.toint() + (half * HALF_LANES << 16)
     return llvm.inttoptr(llvm.PointerType.get(AddressSpace.tmem.value), words.ir_value())

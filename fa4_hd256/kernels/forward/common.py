@@ -76,7 +76,6 @@ class ForwardCommon:
 
     @property
     def keys(self) -> KeySource:
-        """Return what says where rows of K and V lie, and loads them."""
         rows: KeySource = self.parts.keys(self)
         return rows
 
@@ -127,13 +126,11 @@ class ForwardCommon:
         """Launch what the kernel needs to have run: nothing.  Arguments as of `tile_problem`."""
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
-        """Return (sink or None, ragged tensors) from what the problem class requests."""
         requested, problem = tuple(optional or ()), self.problem_class
         sink, ragged = (requested[0], requested[1:]) if problem.sink else (None, requested)
         return sink, ragged[: len(problem.ragged)]
 
     def descales(self, optional: Any) -> dict[str, Any]:
-        """The scales that the problem class has, by name."""
         names = self.problem_class.descales
         first = self.problem_class.sink + len(self.problem_class.ragged)
         given = tuple(optional or ())[first : first + len(names)]
@@ -145,7 +142,6 @@ class ForwardCommon:
     def context_fields(
         self, tensors: ForwardKernelTensors, sizes: tuple[Int32, ...]
     ) -> dict[str, Any]:
-        """Return fields of the kernel's context beside those of every kernel."""
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
         scales = self.descales(tensors.optional)
@@ -155,7 +151,6 @@ class ForwardCommon:
         return {"sink": sink, "num_splits": num_splits, **scales, **gates}
 
     def _out_gate(self, optional: Any) -> cute.Tensor:
-        """The gate of the result, where the problem class has one."""
         problem = self.problem_class
         before = problem.sink + len(problem.ragged) + len(problem.descales)
         gate: cute.Tensor = tuple(optional)[before]
@@ -229,21 +224,17 @@ class ForwardCommon:
         return TmaTensor(info[0], info[1], from_start)
 
     def loaded_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
-        """Return q, k or v as the kernel loads it."""
         return (self.tma_tensor if name == "q" else self.keys.tensor)(name, view, copy)
 
     @property
     def gathers(self) -> bool:
-        """Return True if rows of keys and values are gathered: `gathered`."""
         return self.problem_class.gathers
 
     @property
     def lists_steps(self) -> bool:
-        """Return True if a block mask names the steps."""
         return self.problem_class.lists_steps
 
     def step_list(self, context: ForwardContext, work: Any) -> StepList:
-        """The steps of a tile, where a block mask names them."""
         parts = MASK_TILE // self.config.block_kv
         return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
 

@@ -64,7 +64,6 @@ class ForwardContext(KernelContext):
 
     @property
     def listed(self) -> PartList | None:
-        """The list of all parts, None where each batch entry has as many."""
         words = self.sequences.tensors.part_list
         return None if words is None else PartList(words, self.num_splits)
 
@@ -106,7 +105,6 @@ class ForwardContext(KernelContext):
         return self.sequences.key(self.batch(work))
 
     def result_batch(self, work: WorkTile) -> Int32:
-        """Return the batch entry of the results of a tile."""
         if cutlass.const_expr(self.listed is not None):
             return work.batch
         batch, part = self.query(work).batch, self.part(work)

@@ -26,8 +26,7 @@ BARRIER = 1  # the softmax's named barrier
 
 
 def any_of_softmax(value: Boolean, threads: int, barrier: Any = BARRIER) -> Boolean:
-    """Return True if the value holds in some of the threads that meet; barrier.cta.red (PTX ISA
-    9.7.13.1).  barrier: that they meet at, an int or Int32."""
+    """Return True if the value holds in some thread; barrier.cta.red (PTX ISA 9.7.13.1)."""
     named, registers = ("{$r1}", [barrier]) if isinstance(barrier, Int32) else (barrier, [])
     holds = cute.arch.inline_ptx(
         "{.reg .pred own, any;\n"
@@ -41,15 +40,13 @@ def any_of_softmax(value: Boolean, threads: int, barrier: Any = BARRIER) -> Bool
 
 
 def synchronise(threads: int, barrier: Any = BARRIER) -> None:
-    """All threads that meet at a barrier, an int or Int32."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
 def combine_warps(
     read: Callable[[int], cute.Tensor], warps: int, operation: Callable[[Float32, Float32], Float32]
 ) -> cute.Tensor:
-    """Return a thread's rows of what the warps have shared, combined in the order of warps. read:
-    returns the values of one warp in registers."""
+    """Return a thread's rows of what the warps share, combined in order. read: a warp's values."""
     values = read(0)
     for warp in range(1, warps):
         others = read(warp)
@@ -60,7 +57,6 @@ def combine_warps(
 
 @cute.jit
 def sum_of_row(context: ForwardContext, row: Int32, warps: int) -> Float32:
-    """Return the sum of a row over all keys, which the warps have shared."""
     total = Float32(0.0)
     for warp in range(warps):
         total = total + context.smem["sums"][row, warp]
@@ -77,8 +73,7 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class TileRows(SharedByReference):
-    """Rows of a tile: those of all query heads that share a KV head, of a few queries. count: rows.
-    packed: query heads. block_kv: keys of a step."""
+    """Rows of a tile: of query heads that share a KV head, and of a few queries."""
 
     count: int
     packed: int
@@ -91,20 +86,16 @@ class TileRows(SharedByReference):
 
     @property
     def queries(self) -> int:
-        """Return the queries of a tile."""
         return self.count // self.of_query
 
     def first_query(self, work: WorkTile) -> Int32:
-        """Return the first query of a tile."""
         return work.block * self.queries
 
     def num_steps(self, context: ForwardContext, work: WorkTile) -> Int32:
-        """Return the steps of a tile, the same in all roles."""
         visibility = context.visibility(work, self.block_kv)
         return visibility.num_tiles(self.first_query(work), self.queries)
 
     def place(self, context: ForwardContext, work: WorkTile, row: Int32) -> RowPlace:
-        """Return the place of a row of a tile."""
         query = self.first_query(work) + row // self.of_query
         in_group = row % self.of_query
         exists = query < context.query(work).length

@@ -100,8 +100,7 @@ class ScaledRows(SharedByReference):
 
     @cute.jit
     def scale(self, context: ForwardContext, stage: Int32):
-        """Bring this warp's loaded rows of a tile to their ranges, with their scales; for the
-        tensor core to read when all warps have met."""
+        """Bring this warp's rows to their ranges, with scales; readable when all warps have met."""
         rows, warps = self.rows.count, len(self.warps)
         warp = cute.arch.thread_idx()[0] // WARP_SIZE - self.warps[0]
         at_once = min(self.rows_at_once, rows // warps)
@@ -173,7 +172,6 @@ class ScaledRows(SharedByReference):
 
 
 def _larger(first: Float32, second: Float32) -> Float32:
-    """The larger of the absolute values; of a number and NaN the number."""
     return cute.arch.fmax(cute.math.absf(first), cute.math.absf(second))
 
 
@@ -222,12 +220,10 @@ class KeyScales(SharedByReference):
 
     @property
     def of_pages(self) -> bool:
-        """Return True if scales are those of pages."""
         return self.problem_class.descale == OF_PAGES
 
     @property
     def of_tiles(self) -> bool:
-        """Return True if all keys of a tile have the same scales."""
         return bool(self.problem_class.descale) and not self.of_pages
 
     def softmax_scale(self, context: ForwardContext) -> Float32:
@@ -236,7 +232,6 @@ class KeyScales(SharedByReference):
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
 
     def allocate(self, softmax: Any) -> None:
-        """Allocate the register memory of a `ScaledSoftmax`."""
         keys = len(self.key_steps)
         softmax.stage = cute.make_rmem_tensor(1, Int32)
         softmax.k_scale = cute.make_rmem_tensor(1, Float32)
@@ -298,5 +293,4 @@ class KeyScales(SharedByReference):
         return k_scales
 
     def scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
-        """Return the factor of a row of O.  inverse: of its sum."""
         return inverse * softmax.v_scale[0] if self.of_tiles else inverse

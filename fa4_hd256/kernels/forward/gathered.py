@@ -40,8 +40,7 @@ TMA_ROWS = 4
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Keys [begin, end) of a sequence that some query of a tile sees.  first_row: the row of the
-    sequence's pages that is key 0."""
+    """Keys [begin, end) that a tile's queries see.  first_row: of the pages, that is key 0."""
 
     begin: Int32
     end: Int32
@@ -99,7 +98,6 @@ class GatheredTile(PlacedTile):
 
     @property
     def pairs(self) -> list[tuple[Int32, Int32]]:
-        """Return (page, row in it) of each of this lane's rows."""
         return list(zip(self._places[::2], self._places[1::2], strict=True))
 
 
@@ -116,7 +114,6 @@ class GatherTensor(NamedTuple):
 
 
 def page_sizes(source: GatherTensor | cute.Tensor) -> tuple[Int32, Int32]:
-    """Return (rows of a page, pages) of K or V as kernels get it."""
     if isinstance(source, GatherTensor):
         return source.page_size, source.pages
     return cute.size(source, mode=[0]), cute.size(source, mode=[3])
@@ -156,8 +153,7 @@ def gather_tensor(operation: Any, view: cute.Tensor) -> GatherTensor:
 def load_rows(
     source: GatherTensor, smem: cute.Tensor, place: TilePlace, target: LoadTarget
 ) -> None:
-    """Load rows of a KV tile by TMA, four at a time (cp.async.bulk.tensor, .tile::gather4, PTX
-    ISA 9.7.9.27.1.2)."""
+    """Load rows by TMA, four at a time (.tile::gather4, PTX ISA 9.7.9.27.1.2)."""
     tile, first_row, column_block, head = place
     rows = cute.size(smem, mode=[0])
     for run, own in enumerate(_row_numbers(source, tile, first_row, rows, head)):
@@ -209,8 +205,6 @@ def _load_run(
 def _row_numbers(
     source: GatherTensor, tile: GatheredTile, first_row: Any, rows: int, head: Int32
 ) -> list[Int32]:
-    """Return the numbers of this lane's rows among `rows` from `first_row` on, a multiple of
-    them."""
     of_head, of_row, of_page = source.strides
     numbers = [
         cutlass.select_(
@@ -238,7 +232,6 @@ class GatheredRows(KeysInPages):
         return gather_tensor(self.kernel.gathering_operation(), view)
 
     def share(self) -> tuple[Any, int]:
-        """Return (number of this warp, number of all) of those that gather rows."""
         return 0, 1
 
     def of_entry(

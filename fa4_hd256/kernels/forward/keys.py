@@ -23,14 +23,12 @@ KvTile: TypeAlias = Any
 def load_keys(
     source: Any, smem: cute.Tensor, place: TilePlace, target: LoadTarget, multicast: Any = None
 ) -> None:
-    """Load rows of K or V.  source: of `KeySource.tensor`; place: (`KeySource.rows`, first row in
-    them, column block, head); target: (barrier, buffer); multicast: see `load_tile`."""
+    """Load rows of K or V.  place: (`KeySource.rows`, first row, column block, head)."""
     load_tile(source, smem, place, *target, multicast=multicast)
 
 
 class KeySource:
-    """Keys of a sequence whose rows follow one another; a KV tile is its number. kernel: a
-    `common.ForwardCommon`. load: loads rows of K or V, as `load_keys` does."""
+    """Keys whose rows follow one another; a KV tile is its number. load: as `load_keys`."""
 
     load: Callable[..., None] = staticmethod(load_keys)
 
@@ -43,11 +41,9 @@ class KeySource:
         return rows
 
     def box_rows(self, rows: int) -> int:
-        """Return the rows of a box of K or V.  rows: of a load."""
         return rows
 
     def tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
-        """Return K or V as the kernel loads it.  Arguments as of `ForwardCommon.tma_tensor`."""
         return self.kernel.tma_tensor(name, view, copy)
 
     def first(
@@ -61,11 +57,9 @@ class KeySource:
         return kv_tile - 1
 
     def first_row(self, kv_tile: KvTile) -> Int32 | int:
-        """Return the first row of a KV tile in its `rows`."""
         return kv_tile * self.block_kv
 
     def rows(self, context: ForwardContext, work: Any, kv_tile: KvTile) -> Any:
-        """Return the rows that a KV tile is counted in."""
         return context.key(work)
 
 

@@ -29,8 +29,7 @@ CODE_COLUMNS, SCALE_COLUMNS = HEAD_DIM // 4, HEAD_DIM // NVFP4_BLOCK // 2
 def with_scales(
     kernel: Any, tensors: ForwardKernelTensors, load: Any, rows: int
 ) -> ForwardKernelTensors:
-    """Return the tensors with the block scales as the kernel loads them.  load: its operation;
-    rows that are gathered are copied from the tensors as they are.  rows: of a tile."""
+    """Return the tensors with the block scales as the kernel loads them.  rows: of a tile."""
     *others, k_scales, v_scales = tensors.optional
     found = [by_sequence(scales, columns=SCALE_COLUMNS) for scales in (k_scales, v_scales)]
     if not kernel.gathers:

@@ -179,7 +179,6 @@ def _load_padded_box(
 def _load_box(
     source: TmaTensor, smem: cute.Tensor, place: BoxPlace, target: LoadTarget, multicast: Any
 ) -> None:
-    """Load a box into all rows of `smem`."""
     shape = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
     wanted = clipped_box(source.tensor, shape, place)
     load_box(source, smem, wanted, *target, multicast=multicast)
@@ -210,7 +209,6 @@ class KeysInPages(KeySource):
     def of_entry(
         self, context: ForwardContext, work: Any, batch: Int32, visibility: Any, first_query: Any
     ) -> Any:
-        """Return the keys of a batch entry, for the steps of a query tile."""
         table = context.sequences.tensors.page_table[batch, None]
         sizes = self.page_size, self.box_rows(self.block_kv), self.block_kv
         first_key, first_page = visibility.first(first_query), context.first_page(batch)

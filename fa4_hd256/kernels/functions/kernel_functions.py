@@ -45,8 +45,7 @@ Locate = Callable[[int], tuple[Int32, Int32, Int32]]
 
 
 class Scored(NamedTuple):
-    """Place of a score, Int32 values inside a kernel. head: of the queries. query, key: counted in
-    their sequence. seqlen_q, seqlen_k: its lengths."""
+    """Place of a score, Int32. head: of the queries. query, key: counted in their sequence."""
 
     batch: Any
     head: Any
@@ -103,15 +102,12 @@ class ScorePlaces:
 
     @property
     def seqlen_k(self) -> Int32:
-        """Keys of the sequence, of a part of a call those of the part."""
         return self._lengths[1]
 
     def key(self, number: int) -> Int32:
-        """The key of a score in the sequence, or in the part; it may lie past the end."""
         return self._locate(number)[2]
 
     def at(self, number: int) -> Scored:
-        """The place of a score."""
         (seqlen_q, seqlen_k), batch = self._lengths, self._batch
         head, query, key = self._locate(number)
         query = cutlass.min(query, seqlen_q - 1)
@@ -251,7 +247,6 @@ class KernelFunctions(SharedByReference):
 
     @property
     def mask_function(self) -> MaskFunction:
-        """Return the function that says which scores of listed tiles are seen, if bits do not."""
         return MaskFunction(self.problem_class, self.mask_mod)
 
     @property
@@ -261,8 +256,7 @@ class KernelFunctions(SharedByReference):
     def score_places(
         self, context: KernelContext, work: Any, locate: Locate, keys_exist: bool = False
     ) -> ScorePlaces | None:
-        """Return the `ScorePlaces` of a tile's scores, for what changes them; None where nothing
-        that does depends on these."""
+        """Return the `ScorePlaces` of a tile, None where no change depends on these."""
         if not self.change.by_place:
             return None
         return self._places_for(context, work, locate, keys_exist, 0)
@@ -288,8 +282,7 @@ class KernelFunctions(SharedByReference):
 
 
 def _behind(locate: Locate, hidden: Any) -> Locate:
-    """Return places whose keys are counted from a sequence's first one, behind `hidden` keys of its
-    first page; a hidden key has the place of the first one."""
+    """Return places with keys behind `hidden` ones; a hidden key has the first's place."""
 
     def located(number: int) -> tuple[Any, Any, Any]:
         head, query, key = locate(number)

@@ -30,13 +30,11 @@ class SequenceOfQuery(NamedTuple):
 
     @classmethod
     def at(cls, rows: Any, query: Any) -> SequenceOfQuery:
-        """Read the entry of a query of the row."""
         return cls(*(rows[query, column] for column in range(len(cls._fields))))
 
 
 def key_in_row(key: str) -> str:
-    """Return the key of a score_mod that gets places in sequences, or of a mask_mod that gets those
-    in the row and lets no query see another sequence's keys."""
+    """Return the key of a score_mod with places in sequences, or mask_mod bounded by them."""
     return _IN_ROW + key
 
 

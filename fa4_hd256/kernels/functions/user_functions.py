@@ -43,8 +43,7 @@ class FunctionKind:
         self._derived[prefix] = make
 
     def users_key(self, key: str) -> str:
-        """Return the key of the user's functions from which those of a key are derived, or which
-        they are."""
+        """Return the key of the user's functions behind a key, perhaps derived."""
         prefix = self._prefix_of(key)
         return key if prefix is None else self.users_key(key.removeprefix(prefix))
 
@@ -83,8 +82,6 @@ class FunctionKind:
         return next((prefix for prefix in self._derived if key.startswith(prefix)), None)
 
     def functions_of(self, key: str) -> Functions:
-        """Return the functions of a key.  Raises ValueError for one that this process does not
-        know."""
         prefix = self._prefix_of(key)
         if prefix is not None:
             make, (function, slope) = self._derived[prefix], self.functions_of(key[len(prefix) :])
@@ -106,8 +103,7 @@ FUNCTION_TENSORS = (*SCORE_MOD.tensors, *MASK_MOD.tensors)
 
 
 def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:
-    """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
-    (batch, heads)."""
+    """Less slope * |distance to the diagonal|; slopes of (heads,) or (batch, heads)."""
     slopes = tensors[0]
     which = place.head if cute.rank(slopes) == 1 else (place.batch, place.head)
     distance = Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
@@ -120,7 +116,6 @@ SCORE_MOD.register(ALIBI, Functions(_alibi))
 
 
 def functions_in(problem_class: Any) -> tuple[Functions | None, ...]:
-    """Return the functions of a problem class, for each of `FUNCTION_KINDS`, None where it has
-    none."""
+    """Return the functions of a problem class by `FUNCTION_KINDS`, None for none."""
     asked = ((kind, getattr(problem_class, kind.argument)) for kind in FUNCTION_KINDS)
     return tuple(None if one is None else kind.functions_of(one.key) for kind, one in asked)

@@ -41,7 +41,6 @@ class HopperForward(ForwardCommon):
     """Base of the kernels: `warps.gather` are those that copy rows."""
 
     def prefetch_descriptors(self, tensors: ForwardKernelTensors) -> None:
-        """Prefetch the TMA descriptors of the loads."""
         for tma in (tensors.q,) if self.gathers else (tensors.q, tensors.k, tensors.v):
             cpasync.prefetch_descriptor(tma.atom)
 
@@ -52,7 +51,6 @@ class HopperForward(ForwardCommon):
         want_next_tile_if(scheduler, is_time)
 
     def gathering_warp(self) -> Int32:
-        """Return which of the warps that gather this one is."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         return sum(number * Int32(warp == one) for number, one in enumerate(self.warps.gather))
 

@@ -28,8 +28,7 @@ LEAST, FOUR = -20.0, 4
 def multiply_by_words(
     values: cute.Tensor, words: list, order: Sequence[int], element_type: cutlass.Constexpr
 ) -> None:
-    """values *= sigmoid(gate).  words: of two elements of the gate each; order: numbers of the
-    values that they belong to."""
+    """values *= sigmoid(gate).  words: two elements each; order: numbers of their values."""
     if all_from_least(words, element_type):
         _multiply_by_fours(values, unpacked(words, element_type), order)
     else:
@@ -56,7 +55,6 @@ def inverse_sigmoid(x: Float32) -> Float32:
 
 
 def unpacked(words: Sequence[Uint32], element_type: Any) -> list[Float32]:
-    """Return both elements of each word."""
     if element_type is cutlass.BFloat16:
         # An element is the upper half of a float32: one instruction each.
         bits = cute.make_rmem_tensor(2 * len(words), Uint32)
@@ -92,13 +90,11 @@ def _product(values: Sequence[Float32]) -> Float32:
 
 
 def _without_each(values: Sequence[Float32], inverse: Float32) -> list[Float32]:
-    """Return 1 / value of one value or two. inverse: of their product."""
     return [inverse] if len(values) == 1 else [inverse * values[1], inverse * values[0]]
 
 
 def all_from_least(words: Sequence[Uint32], element_type: Any) -> Boolean:
-    """Return True if no element of some words is less than LEAST, or NaN: min.NaN.bf16x2, or f16x2
-    (PTX ISA 9.7.4)."""
+    """Return True if all elements are LEAST or more, none NaN: min.NaN.bf16x2 (PTX ISA 9.7.4)."""
     kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[element_type]
     smallest = words[0]
     for word in words[1:]:

@@ -129,8 +129,7 @@ def transposed(tile: cute.Tensor) -> cute.Tensor:
 
 
 def rows_of(fragment: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """The two rows of an accumulator's or an A's fragment that a thread holds elements of, each by
-    number of the element; `fragment_columns` says where these lie."""
+    """Both rows of a thread's fragment, each by element; `fragment_columns` has their columns."""
     count = cute.size(fragment)
     layout = cute.make_layout((2, count // 4), stride=(1, 4))
     return tuple(cute.make_tensor(fragment.iterator + 2 * row, layout) for row in (0, 1))
@@ -142,8 +141,7 @@ def fragment_columns(columns: int) -> tuple[int, ...]:
 
 
 def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
-    """cvt.rn.bf16x2.f32 or f16x2 (9.7.9.21): float32 values of an accumulator into the fragment of
-    an A. By words: ptxas then never takes the halves of a register apart."""
+    """cvt.rn.bf16x2.f32 or f16x2 (9.7.9.21), by words: ptxas then keeps registers whole."""
     kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[fragment.element_type]
     words = cute.recast_tensor(fragment, Uint32)
     for i in range(cute.size(words)):
@@ -155,7 +153,6 @@ def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
 
 
 def this_warpgroup() -> Int32:
-    """Return which warpgroup of the CTA this thread is of."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
 
@@ -167,8 +164,7 @@ def row_of_fragment(number: int) -> Int32:
 
 
 def transpose_quad(values: list, lane: Int32) -> list:
-    """Value i of lane t of a quad becomes value t of lane i.  values: as many as lanes.  lane: of
-    the quad."""
+    """Value i of lane t of a quad becomes value t of lane i."""
     values = list(values)
     for offset in (1, 2):
         is_upper = (lane & offset) != 0

@@ -50,8 +50,7 @@ class StepList(SharedByReference):
 
     @classmethod
     def of(cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32, parts: int = 1) -> StepList:
-        """Read the list of a tile from a call's `SequenceTensors`.  plane: (batch entry, query
-        head), of which the mask has one or as many as the call; block: of the tile's queries."""
+        """Read a tile's list.  plane: (batch entry, query head); block: of the tile's queries."""
         steps = tensors.mask_steps
         batch, head = (
             cutlass.min(place, Int32(cute.size(steps, mode=[i])) - 1)
@@ -139,8 +138,7 @@ class RowBits:
         numbers: tuple[Int32, Int32],
         words: tuple[Int32, ...],
     ) -> None:
-        """place: half of the tile's rows, row in it, words of its bits.  numbers: of the tiles of
-        bits of this step and of the next one.  words: of this step."""
+        """numbers: of this step's and the next one's tile of bits.  words: of this step."""
         self._steps, self._place, self._step = steps, place, step
         self._numbers, self._words = numbers, words
 

@@ -40,7 +40,6 @@ class MaskKind:
 
     @property
     def hides_first(self) -> bool:
-        """Return True if rows may not see the first keys of a KV tile."""
         return self.bounded_left or self.padded_pages > 0
 
 
@@ -66,7 +65,6 @@ class TileRange:
 
     @property
     def num_masked_first(self) -> Int32:
-        """Tiles at the end of the range, worked on first: the diagonal, the sequence's end."""
         return self.end - self.unmasked_end
 
     @property
@@ -75,7 +73,6 @@ class TileRange:
 
     @property
     def num_masked_last(self) -> Int32:
-        """Tiles at the start of the range: the left edge of a window, the sequence's first key."""
         return self.unmasked_begin - self.begin
 
 
@@ -126,8 +123,7 @@ class Visibility:
         return self._clip(row + 1 + self.seqlen_k - self.seqlen_q + self.window_right)
 
     def rows_that_see(self, key: Int32, first_row: Int32) -> Uint32:
-        """Return a word whose bit i says whether row `first_row` + i sees a key.  Rows past the
-        last one are not told from others."""
+        """Return a word: bit i says whether row `first_row` + i, if any, sees a key."""
         exists = key < self.seqlen_k
         if cutlass.const_expr(self.hidden is not None):
             exists = exists & (key >= self.hidden)
@@ -160,7 +156,6 @@ class Visibility:
         return cutlass.select_(first_row < self.seqlen_q, tiles, Int32(0))
 
     def last_tile(self, first_row: Int32, num_rows: int) -> Int32:
-        """The last KV tile of those rows, with which their work begins."""
         return self._bounds(first_row, num_rows)[1] - 1
 
     def _bounds(self, first_row: Int32, num_rows: int) -> tuple[Int32, Int32]:
@@ -188,8 +183,7 @@ class Visibility:
         return (self.limit(last_row) + self.block_kv - 1) // self.block_kv
 
     def tile_range(self, tile: tuple[Int32, int], part: tuple[Int32, int]) -> TileRange:
-        """The KV tiles of a query tile, with what `part` of its rows can leave unmasked. tile,
-        part: (first row, number of rows)."""
+        """The KV tiles of a query tile. tile, part: (first row, number of rows)."""
         begin, end = self._bounds(*tile)
         begin = cutlass.min(begin, end)
         seen_by_all = self.limit(part[0])
@@ -234,8 +228,7 @@ class Visibility:
 
 
 def _bits(first: Int32, limit: Int32, hides_first: bool) -> Uint32:
-    """Bits first .. limit - 1 of a word are set, as far as it has them; first is below 1 if not
-    `hides_first`. PTX ISA 9.7.1, bmsk: start and width are unsigned and clamped to 32."""
+    """Set bits first .. limit - 1 of a word: bmsk (PTX ISA 9.7.1), clamped to 32."""
     start = cutlass.max(first, 0) if hides_first else Int32(0)
     width = cutlass.max(limit - start, 0)
     return cute.arch.inline_ptx(

@@ -38,8 +38,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, window: Window) -> Reach:
-        """Return the reach of a window with bounds of either sign; one that holds no key hides all
-        keys."""
+        """Return the reach of a window; an empty one hides all keys."""
         left, right = window
         if left is not None and right is not None and left + right < 0:
             return cls(0, ALL_ROWS, (0, 0))
@@ -55,5 +54,4 @@ class Reach(NamedTuple):
         return self.queries > 0 or self.keys > 0
 
     def lengths(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """The queries and keys that are not hidden, of so many."""
         return max(seqlen_q - self.queries, 0), max(seqlen_k - self.keys, 0)

@@ -57,17 +57,14 @@ class RegisterPlan:
 
     @property
     def at_launch(self) -> int:
-        """Registers a thread that the kernel is compiled and launched with: all that fit."""
         return REGISTERS_PER_SM // self.num_threads // REGISTER_GRANULE * REGISTER_GRANULE
 
     @property
     def launched(self) -> int:
-        """Registers of the CTA at launch, which is its pool for setmaxnreg."""
         return self.num_threads * self.at_launch
 
     @property
     def needed(self) -> int:
-        """Registers of the CTA when every warpgroup has its budget."""
         return sum(budget for _, budget in self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
 
 
@@ -117,7 +114,6 @@ class SmemRegion:
 
     @classmethod
     def operand(cls, name: str, stages: int, stage_bytes: int, note: str) -> SmemRegion:
-        """Return the buffers of an operand with the 128-byte swizzle."""
         return cls(name, stages, stage_bytes, SWIZZLE_ALIGNMENT, note)
 
 
@@ -132,8 +128,7 @@ def common_regions(edges: EdgeTable, scheduler_bytes: int) -> tuple[SmemRegion, 
 
 @dataclass(frozen=True)
 class SmemPlan:
-    """The regions of one CTA, in order; offsets are derived. Raises ValueError where they do not
-    fit."""
+    """The regions of one CTA, in order; ValueError where they do not fit."""
 
     regions: tuple[SmemRegion, ...]
 
@@ -143,7 +138,6 @@ class SmemPlan:
             raise ValueError(f"shared memory: {self.num_bytes} bytes of {SMEM_CAPACITY}: {each}")
 
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each region."""
         offsets, end = {}, 0
         for region in self.regions:
             start = -(-end // region.alignment) * region.alignment
@@ -170,8 +164,7 @@ class TmemRegion:
 
 @dataclass(frozen=True)
 class TmemPlan:
-    """The regions of one CTA's tensor memory. Raises ValueError for regions that overlap without
-    saying so, that leave the region they say they lie over, or that do not fit."""
+    """The regions of tensor memory; ValueError for overlaps without an alias, or no room."""
 
     regions: tuple[TmemRegion, ...]
 
@@ -217,7 +210,6 @@ class TmemPlan:
 
 
 def check_budgets(plan: Any) -> None:
-    """Raise ValueError for a plan whose shared memory, tensor memory or barriers do not fit."""
     for name in ("smem", "tmem", "edges"):
         if hasattr(type(plan), name):
             getattr(plan, name)

@@ -48,8 +48,7 @@ class SharedByReference:
 
 
 class Signal(enum.Enum):
-    """Mechanism that signals an edge; it decides the CTA of the barrier and the number of
-    arrivals."""
+    """Signal of an edge, which decides the barrier's CTA and the number of arrivals."""
 
     TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
@@ -92,7 +91,6 @@ class RingState(Carried):
             self.index = cutlass.select_(wraps, Int32(0), following)
 
     def copy(self) -> RingState:
-        """One that advances by itself."""
         return RingState(self.stages, self.index, self.phase)
 
 
@@ -152,7 +150,6 @@ class Edge(SharedByReference):
 
     @property
     def arrive_count(self) -> int:
-        """Arrivals that complete a phase."""
         if self.signal in (*TMA_SIGNALS, *COMMIT_SIGNALS):
             return 1
         if self.signal is Signal.COPIES_CTA:
@@ -161,7 +158,6 @@ class Edge(SharedByReference):
         return ctas * self.producer_warps
 
     def waiter_state(self) -> RingState:
-        """Return the state of a role that waits on this edge."""
         # The phase before the first counts as complete: waiting for its parity does not block.
         return RingState(self.stages, Int32(0), Int32(int(self.initially_complete)))
 
@@ -238,12 +234,10 @@ class Barrier(SharedByReference):
         )
 
     def pointer(self, state: Any) -> cute.Pointer:
-        """The barrier of a stage; TMA loads of both CTAs complete on the leader's, because the DSL
-        clears the peer's bit of the address."""
+        """The barrier of a stage; TMA loads of both CTAs complete on the leader's."""
         return self._array.get_barrier(state.index)
 
     def wait(self, state: Any) -> None:
-        """Block until the phase of `state` is complete."""
         if self.edge.polls:
             _poll(self._array.get_barrier(state.index), state.phase)
         else:
@@ -265,8 +259,7 @@ class Barrier(SharedByReference):
         self._array.arrive(state.index, None)
 
     def commit(self, state: Any) -> None:
-        """Signal all CTAs that multiply together when all tensor-core work issued so far is done;
-        by the MMA warp, whose lane of elect.sync, which issued them, commits."""
+        """Signal all CTAs that multiply together when MMAs issued so far are done."""
         if self.edge.signal is Signal.COMMIT_CTA:
             self._array.arrive(state.index, None, tcgen05.CtaGroup.ONE)
         else:

@@ -15,7 +15,6 @@ class RingStates:
 
     @classmethod
     def waiting(cls, edges: EdgeTable, *names: str) -> RingStates:
-        """Return the states of a role that waits on these edges."""
         return cls({name: edges[name].waiter_state() for name in names})
 
     def __getitem__(self, name: str) -> RingState:

@@ -66,8 +66,7 @@ TILES = (
 
 @functools.lru_cache(maxsize=256)
 def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
-    """Raise ValueError, with the edge and the step, for a plan that cannot drain. name: of the
-    kernel. A plan is run once in a process, which takes 0.02 to 0.2 s."""
+    """Raise ValueError, with edge and step, for a plan that cannot drain; cached by process."""
     try:
         _check_names(edges, steps)
         for tiles in TILES:
@@ -82,8 +81,7 @@ def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
 
 
 def _skipped(steps: StepTable, tiles: tuple[int, ...]) -> list[Skipped]:
-    """List the steps that roles leave out: none; where two may, each some that the other takes part
-    in, and one all."""
+    """List the steps that roles leave out: none, some of each, and one all."""
     names = [name for role in steps.roles if role.skip for name in role.names]
     found: list[Skipped] = [{}]
     if len(names) > 1 and any(tiles):
@@ -116,8 +114,7 @@ def _check_names(edges: EdgeTable, steps: StepTable) -> None:
 
 @dataclass
 class Stage:
-    """One barrier.  arrivals: of each of those who arrive, the event of each phase.  waits: (event,
-    the event before it in its role, phase)."""
+    """One barrier.  arrivals: events by phase of each source.  waits: (event, before it, phase)."""
 
     arrivers: tuple[Any, ...]
     arrivals: dict = field(default_factory=lambda: defaultdict(list))
@@ -164,8 +161,7 @@ def check_phases(
 
 @dataclass
 class Held:
-    """Something that a buffer holds: by whom it was written, by whom used since, and whether by
-    somebody for whom it was made."""
+    """A buffer's content: its writer, its users since, and whether any was its addressee."""
 
     content: tuple[Any, ...]
     ring: str
@@ -213,7 +209,6 @@ class Run:
         self.taken = dict.fromkeys(self.programs, 0)
 
     def check(self) -> None:
-        """Run to the end, and look at the order of what happened."""
         self._run()
         for (edge, _, index), stage in self.stages.items():
             check_phases(f"{edge} (stage {index})", stage, self._precedes, self._said)
@@ -298,12 +293,9 @@ class Run:
         return True
 
     def _multiplying(self, role: tuple[str, int]) -> tuple[int, ...]:
-        """The CTAs whose memory the MMAs take that an MMA warp issues, and whose barriers its
-        commits signal."""
         return (role[1],) if (MMA, CTAS[-1]) in self.programs else CTAS
 
     def _multiply(self, role: tuple[str, int], operation: RoleOperation) -> None:
-        """A role's own MMAs are done some time after their issue, in its order."""
         last, groups, by = self.last[role], self.groups[role], (role, operation)
         if operation.kind is OperationKind.GROUP:
             event = self._event(by, last, groups[-1] if groups else None)
@@ -336,8 +328,6 @@ class Run:
         return True
 
     def _arrive_role(self, role: tuple[str, int], operation: RoleOperation) -> None:
-        """Record the arrival of a role's warps.  On the other CTA's barrier it happens some time
-        after the instruction; on the own one at once."""
         edge, last = self.edges[operation.edge], self.last[role]
         if edge.producer not in (role[0], self.whole.get(role[0])):
             raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")
@@ -360,7 +350,6 @@ class Run:
         stage.arrivals[role].append(event)
 
     def _stage(self, operation: RoleOperation, cta: int) -> tuple[Stage, int]:
-        """The barrier of the n-th wait or arrival, and its phase, counted from 0."""
         edge = self.edges[operation.edge]
         phase, index = divmod(operation.number, edge.stages)
         cta = self._home(edge, cta)
@@ -371,7 +360,6 @@ class Run:
 
     @staticmethod
     def _home(edge: Edge, cta: int) -> int:
-        """The CTA whose barriers one CTA's roles use."""
         return LEADER if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS) else cta
 
     def _arrivers(self, edge: Edge, cta: int) -> tuple[tuple[str, int], ...]:
@@ -425,7 +413,6 @@ class Run:
         buffer[name] = Held(use.content, use.ring, event)
 
     def _lie_side_by_side(self, held: Held, use: Use, event: int) -> bool:
-        """Contents of one copy, parts of one buffer, or results that share the edges of a ring."""
         if held.ring != use.ring:
             return self._are_apart(self.steps.ring(held.ring), self.steps.ring(use.ring))
         results = self.steps.results(use.ring)
@@ -492,7 +479,6 @@ class Run:
                         )
 
     def _check_given_back(self) -> None:
-        """Every buffer is given back as often as it was filled."""
         for ring in self.steps.rings:
             for cta in CTAS if ring.free else ():
                 filled, given = (self._counts(edge, cta) for edge in (ring.full, ring.freed))
@@ -503,7 +489,6 @@ class Run:
                     )
 
     def _counts(self, edge: str, cta: int) -> set[int]:
-        """Return how often the roles have arrived on an edge, on the barriers of a CTA."""
         cta = self._home(self.edges[edge], cta)
         counts: dict[tuple[str, int], int] = defaultdict(int)
         for (name, where, _), stage in self.stages.items():

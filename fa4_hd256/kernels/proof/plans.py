@@ -37,8 +37,7 @@ class PlanSteps:
         check_drains(self.name, self.plan.edges, self.steps)
 
     def _check_memory(self, ring: Ring) -> None:
-        """A ring uses as many buffers in turn as there are, and says what they lie over.  A buffer
-        more than there is room for overwrites what comes behind it."""
+        """Check that a ring uses the buffers there are, and says what they lie over."""
         if ring.is_permit:
             return
         plan, stages = self.plan, self.plan.edges[ring.full].stages
@@ -75,7 +74,6 @@ class PlanSteps:
             )
 
     def _warps_of(self, producer: str) -> int:
-        """Return the warps of a role of a CTA, or of one that is a group of warps of a role."""
         named = [role.of for role in self.steps.roles if role.name == producer]
         whole = (named and named[0]) or producer
         warps = getattr(self.plan.warps, whole)
@@ -84,7 +82,6 @@ class PlanSteps:
         return count if whole == producer else count // len(groups)
 
     def describe(self) -> str:
-        """The plan and its steps as Markdown."""
         plan = self.plan
         budgets = [warps_table(plan.warps), smem_table(plan.smem)]
         if hasattr(plan, "tmem"):
@@ -94,14 +91,11 @@ class PlanSteps:
 
 
 def prove(kernels: KernelSet, config: Any) -> None:
-    """Raise ValueError for a configuration with a plan that cannot work; `drain` says when."""
     for plan in kernels.plans_of(config):
         plan.prove()
 
 
 def describe(kernels: KernelSet, config: Any) -> str:
-    """Return all plans of a configuration as Markdown, as `python -m fa4_hd256 plan` prints
-    them."""
     plans: dict[Any, PlanSteps] = {}
     for found in kernels.plans_of(config):
         plans.setdefault(found.plan, found)  # of several tables the first

@@ -32,8 +32,7 @@ class OperationKind(enum.Enum):
 
 
 class Use(NamedTuple):
-    """A use of a buffer.  position: use of its ring; content: what it holds then, or is to; takes:
-    who reads it is one for whom it was made; is_shared: `Copy.is_shared`."""
+    """A use of a buffer.  position: of its ring; takes: the reader is its addressee."""
 
     ring: str
     position: int
@@ -92,8 +91,7 @@ class Programs:
     skipped: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def all(self) -> dict[tuple[str, int], list[RoleOperation]]:
-        """Return the programs by (role, CTA); parts of a role are roles.  The leader issues the
-        MMAs of a pair."""
+        """Return the programs by (role, CTA), parts being roles; the leader issues MMAs."""
         alone = any(edge.signal is Signal.COMMIT_CTA for edge in self.edges.edges)
         programs = {
             (name, cta): list(self._program(role, name))
@@ -141,8 +139,6 @@ class Programs:
     def _tile(
         self, role: Role, which: tuple[int, range], before: Place | None, counters: Counters
     ) -> Iterator[RoleOperation]:
-        """Yield a role's operations in a tile.  which: (tile, steps).  before: the last step of the
-        tile before."""
         tile, steps = which
         places = [Place(tile, n, n == steps.start, n == steps.stop - 1) for n in steps]
         following = [*places[1:], self._first_of(tile + 1) if role.crosses else None]
@@ -158,7 +154,6 @@ class Programs:
             yield from self._acts(role, here, ahead, before, counters)
 
     def _first_of(self, tile: int) -> Place | None:
-        """Return the first step of a tile, if there is such a tile, and it has any."""
         if not (0 <= tile < len(self.tiles) and self.tiles[tile]):
             return None
         return Place(tile, 0, True, self.tiles[tile] == 1)
@@ -171,8 +166,7 @@ class Programs:
         before: Place | None,
         counters: Counters,
     ) -> Iterator[RoleOperation]:
-        """Yield the operations of all acts: those that are ahead for the step `ahead`, the others
-        for `here`; None: for none."""
+        """Yield operations: acts ahead for step `ahead`, others for `here`; None for none."""
         for act in role.acts:
             at = ahead if act.is_ahead else here
             if at is not None and act.when.applies(at.is_first, at.is_last):
@@ -215,7 +209,6 @@ class Programs:
 
     @property
     def _issues(self) -> OperationKind:
-        """PRODUCT where commits tell that MMAs are done, GROUP where their role waits for them."""
         commits = any(edge.signal in COMMIT_SIGNALS for edge in self.edges.edges)
         return OperationKind.PRODUCT if commits else OperationKind.GROUP
 
@@ -260,7 +253,6 @@ class Programs:
         yield Use(ring.name, position, content, False, verb is not Verb.CHANGE)
 
     def _step(self, content: str, at: Place) -> int | None:
-        """Return the step that a content is of, None for one that is of the whole tile."""
         return None if self.steps.is_of_tile(content) else at.step
 
 

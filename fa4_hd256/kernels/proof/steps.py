@@ -37,7 +37,6 @@ class When(enum.Enum):
     NOT_FIRST = "each step but the first"
 
     def applies(self, is_first: bool, is_last: bool) -> bool:
-        """Return True if a step is among them."""
         return {
             When.EACH: True,
             When.FIRST: is_first,
@@ -166,16 +165,14 @@ def read_oldest(ring: str, content: str) -> Action:
 
 
 def fill(ring: str, *copies: Copy | str, pieces: int = 1) -> Action:
-    """Wait for a free buffer and copy into it, for each piece one.  copies: those that are no more
-    than a content may be given as that."""
+    """Wait for a free buffer and copy its pieces into it."""
     made = tuple(Copy(copy) if isinstance(copy, str) else copy for copy in copies)
     content = " ".join(copy.content for copy in made)
     return Action(Verb.FILL, ring, content, copies=made, pieces=pieces)
 
 
 def multiply(product: str, *operands: Action) -> Action:
-    """Issue an MMA, as a group of its own, which uses its operands until it is done. operands: uses
-    of buffers; an operand or a result in registers is none."""
+    """Issue an MMA, a group, which uses its operands until done; registers are none."""
     return Action(Verb.MULTIPLY, content=product, operands=operands)
 
 
@@ -200,8 +197,7 @@ def write(ring: str, content: str) -> Action:
 
 
 def add(ring: str, content: str) -> Action:
-    """Add to what the step before made in the buffer whose edge is signalled next; a tile's first
-    step overwrites it."""
+    """Add to the step before's buffer, signalled next; a tile's first step overwrites it."""
     return Action(Verb.ADD, ring, content)
 
 
@@ -212,8 +208,7 @@ def extend(ring: str, content: str) -> Action:
 
 @dataclass(frozen=True)
 class Act:
-    """Part of what a role does in a step. is_ahead: for the following step (module's docstring).
-    of_tile_before: acts on the last step of the tile before; once more after the last tile."""
+    """Part of a role's step. is_ahead: for the following one. of_tile_before: of its last step."""
 
     actions: tuple[Action, ...]
     when: When = When.EACH
@@ -251,7 +246,6 @@ class Role:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of its parts."""
         if self.parts == 1:
             return (self.name,)
         return tuple(f"{self.name} {part}" for part in range(self.parts))
@@ -264,8 +258,7 @@ class Role:
 
 @dataclass(frozen=True)
 class StepTable:
-    """The rings of a kernel, and the roles that use their edges. meets: before a CTA of a cluster
-    exits, its threads wait for those of the other."""
+    """The rings and roles of a kernel. meets: CTAs of a cluster wait for each other to exit."""
 
     rings: tuple[Ring, ...]
     roles: tuple[Role, ...]
@@ -273,7 +266,6 @@ class StepTable:
 
     @property
     def actions(self) -> tuple[tuple[When, Action], ...]:
-        """Return all actions in steps, with these."""
         return tuple(
             (act.when, action) for role in self.roles for act in role.acts for action in act.actions
         )

@@ -14,14 +14,12 @@ from .steps import Act, Action, Role, StepTable, Verb
 
 
 def _table(titles: str, rows: Iterable[tuple[object, ...]]) -> str:
-    """Return a table. titles: of the columns, separated by commas."""
     columns = titles.split(", ")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def warps_table(plan: WarpPlan) -> str:
-    """Return the roles, their warps and registers: a budget of its own, or that of the others."""
     found = {field.name: getattr(plan, field.name) for field in fields(cast(Any, plan))}
     rows: list[tuple[object, ...]] = [
         (role, warps, found.get(f"registers_{role}", found["registers_other"]))
@@ -35,7 +33,6 @@ def warps_table(plan: WarpPlan) -> str:
 
 
 def smem_table(plan: SmemPlan) -> str:
-    """Return the map of shared memory."""
     offsets = plan.offsets()
     rows = [
         (r.name, offsets[r.name], r.stages, r.stage_bytes, r.num_bytes, r.note)
@@ -46,7 +43,6 @@ def smem_table(plan: SmemPlan) -> str:
 
 
 def tmem_table(plan: TmemPlan) -> str:
-    """Return the map of tensor memory."""
     rows = [
         (r.name, f"{r.start}..{r.start + r.columns - 1}", r.alias_of or "", r.note)
         for r in plan.regions
@@ -87,7 +83,6 @@ def roles_table(steps: StepTable) -> str:
 
 
 def _done_by(role: Role) -> Iterator[tuple[str, str]]:
-    """Yield when a role does something, and what."""
     for when, actions in (
         ("a tile with steps, first of all", role.enter),
         ("a step that it leaves out", role.skip),
@@ -106,7 +101,6 @@ def _words(actions: Iterable[Action]) -> str:
 
 
 def _times(match: re.Match) -> str:
-    """Return words that come several times in a row once."""
     return f"{match[0].count(match[1])} times ({match[1]})"
 
 

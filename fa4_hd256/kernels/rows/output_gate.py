@@ -36,8 +36,7 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def by_rows(form: str, gate: cute.Tensor) -> cute.Tensor:
-    """View a gate as (seqlen, 256, heads, batch), one of heads as (seqlen, heads, batch). gate:
-    (batch, seqlen, heads, 256), or of heads (batch, seqlen, heads)."""
+    """View a gate (batch, seqlen, heads[, 256]) as (seqlen, [256,] heads, batch)."""
     if form != GATE_OF_HEADS:
         return by_sequence(gate)
     batch, rows, heads = gate.shape
@@ -60,7 +59,6 @@ def neighbours(begin: Any, count: int) -> list[Columns]:
 
 
 def gated(value: Float32, of_row: Any, column: Int32) -> Float32:
-    """value * sigmoid(gate) of one column. of_row: `row_of_gate`."""
     gate = of_row[column] if isinstance(of_row, cute.Tensor) else of_row
     return value * sigmoid(gate.to(Float32))
 

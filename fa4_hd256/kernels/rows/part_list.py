@@ -49,8 +49,7 @@ class PartList(NamedTuple):
         return cute.size(self.words) - self.num_parts - (HEADER + 1)
 
     def is_for(self, heads: Any) -> Boolean:
-        """Return True if the list was made for so many parts, sequences and query heads: NOTE
-        [header of a list]."""
+        """Return True if the list is for so many parts: NOTE [header of a list]."""
         words, (parts, sequences) = self.words, (self.num_parts, self.num_sequences)
         return (words[1] == parts) & (words[2] == sequences) & (words[3] == heads)
 
@@ -59,7 +58,6 @@ class PartList(NamedTuple):
         return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
 
     def part(self, number: Int32) -> KvSplit:
-        """Return the part of its sequence's keys that entry `number` of the list stands for."""
         word = self.words[HEADER + number]
         is_last = (word & LAST_BIT) != 0
         keys = cutlass.max(cutlass.min(self.words[0], MOST_KEYS), 1)

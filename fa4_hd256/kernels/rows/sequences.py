@@ -71,7 +71,6 @@ class SequenceTensors(NamedTuple):
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
-        """Make it from a tuple of tensors in the order of their names, None if there are none."""
         return cls(**dict(zip(names, tensors or (), strict=True)))
 
     @property
@@ -88,7 +87,6 @@ class SequenceTensors(NamedTuple):
         return any(tensor is not None for tensor in own)
 
     def num_batches(self, q: cute.Tensor) -> Any:
-        """Batch entries: of q, (seqlen, 256, heads, batch), or as many as packed sequences."""
         for cu_seqlens in (self.cu_seqlens_q, self.cu_seqlens_k):
             if cu_seqlens is not None:
                 return cute.size(cu_seqlens) - 1
@@ -96,15 +94,13 @@ class SequenceTensors(NamedTuple):
 
 
 def sequence_tensors(problem_class: Any, ragged: Any) -> SequenceTensors:
-    """Make the sequence tensors of a kernel from a tuple in the order of its problem class, None if
-    it has none; what follows is not of these."""
+    """Make a kernel's sequence tensors from a tuple that begins with them, None for none."""
     names = problem_class.ragged
     return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
 
 def cache_entries(problem_class: Any, tensors: Any) -> Any:
-    """Batch entries of K, clipped as in a `clipped_view`, where cache_batch_idx chooses among
-    them; else None."""
+    """Batch entries of K, clipped, where cache_batch_idx chooses among them; else None."""
     if CACHE_BATCH_IDX not in problem_class.ragged:
         return None
     return cute.size(tensors.k.tensor, mode=[4])
@@ -168,8 +164,6 @@ class Sequences(SharedByReference):
         return Sequence(rows.offset + before, rows.length - before, entry)
 
     def padded_query_offset(self, batch: Int32) -> Int32:
-        """Return the first row of a batch entry in tensors with padded query rows (see
-        `run.backward_arguments.padded_rows`)."""
         cu_seqlens = self.tensors.cu_seqlens_q
         if cutlass.const_expr(cu_seqlens is None):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
@@ -177,8 +171,7 @@ class Sequences(SharedByReference):
         return (offset + batch * PADDING) // PADDING * PADDING
 
     def of_batch(self, batch: Int32) -> Sequences:
-        """Return the sequences for one batch entry, the only one that may be read then: the entry's
-        numbers are read from memory here, once.  Without such memory return `self`."""
+        """Return the sequences for one batch entry, read from memory here, once; or `self`."""
         if not self.tensors.are_unequal:
             return self
         rows = self.query(batch), self.key(batch)

@@ -74,8 +74,7 @@ class AppendClass:
 
     @property
     def element_type(self) -> Any:
-        """Return the DSL's element type of tensors as kernels get them: elements of one byte travel
-        in pairs, as a 16-bit type."""
+        """Return the DSL's type; elements of one byte travel in pairs."""
         return ELEMENT_TYPES[self.torch_type]
 
     @property
@@ -164,7 +163,6 @@ class RotaryRows:
     def _angles(
         self, tables: RotaryTables, position: Int32, begin: Int32, count: int
     ) -> tuple[list[Float32], list[Float32]]:
-        """Cosines and sines of `count` columns, NaN at a position that the tables have not."""
         is_known = (position >= 0) & (position < cute.size(tables.cos, mode=[0]))
         row = cutlass.select_(is_known, position, Int32(0))
         found = []
@@ -177,7 +175,6 @@ class RotaryRows:
     def _chosen(
         self, is_turned: Any, turned: list[Float32], own: list[Float32], element_type: Any
     ) -> cute.Tensor:
-        """Elements of a lane whose columns are rotated, or not."""
         rows = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         for i in range(LANE_COLUMNS):
             rows[i] = cutlass.select_(is_turned, turned[i], own[i])
@@ -323,7 +320,6 @@ class AppendKernel:
         cute.autovec_copy(turned, to)
 
     def _load(self, row: cute.Tensor) -> cute.Tensor:
-        """Load this lane's columns."""
         columns = self.problem_class.row_columns // WARP_SIZE
         values = cute.make_rmem_tensor(columns, row.element_type)
         cute.autovec_copy(columns_of(row, cute.arch.lane_idx() * columns, columns), values)
@@ -352,8 +348,6 @@ class AppendKernel:
     def _place(
         self, cache: cute.Tensor, tables: AppendTables, sequence: Int32, position: Int32
     ) -> tuple[Int32, Int32, Any]:
-        """Return (entry of the cache, row of it, whether there is such a one) of a position in a
-        sequence."""
         rows, _, _, entries = cache.shape
         if cutlass.const_expr(not self.problem_class.paged):
             return sequence, position, (position >= 0) & (position < rows)
@@ -373,8 +367,6 @@ class AppendKernel:
         cute.autovec_copy(values, columns_of(row, cute.arch.lane_idx() * columns, columns))
 
     def _quantized(self, values: cute.Tensor, scale: Float32) -> tuple[Int32, Int32]:
-        """Return (codes of this lane's columns, scales of two blocks, in lanes of a multiple of
-        4)."""
         codes, block_scale = quantized([Float32(values[i]) for i in range(LANE_COLUMNS)], scale)
         following = cute.arch.shuffle_sync_bfly(block_scale, offset=BLOCK_LANES)
         return codes, block_scale | (following << 8)
@@ -383,7 +375,6 @@ class AppendKernel:
     def _store_nvfp4(
         self, row: cute.Tensor, block_scales: cute.Tensor, own: tuple[Int32, Int32]
     ) -> None:
-        """Store this lane's codes, and its scales where they are two blocks'."""
         lane, columns = cute.arch.lane_idx(), self.problem_class.cache_columns // WARP_SIZE
         words = cute.make_rmem_tensor(2, Int32)
         words[0], words[1] = own
@@ -405,8 +396,7 @@ class AppendKernel:
 
     @cute.jit
     def _count(self, tables: AppendTables, seqlen: Int32) -> None:
-        """Rows in use of each sequence, with the new ones: one sequence per thread at a time.
-        seqlen: new rows of each where they are not packed."""
+        """Count rows in use with new ones, a sequence per thread. seqlen: of unpacked new rows."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

@@ -234,7 +234,6 @@ class PreprocessKernel:
             self._store_columns(scaled, rows.dgate[row, None, head, batch], lane)
 
     def _store_columns(self, values: cute.Tensor, target: cute.Tensor, lane: Int32) -> None:
-        """Store this lane's columns of a row, rounded."""
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, target.element_type)
         rounded.store(values.load().to(target.element_type))
         cute.autovec_copy(rounded, lane_columns(target, lane))
@@ -243,7 +242,6 @@ class PreprocessKernel:
     def _store(
         self, context: _Context, sequence: Sequence, row: Int32, result: tuple[Float32, Int32]
     ) -> None:
-        """Both values of one row; (delta, where to)."""
         delta, to = result
         rows, head = context.rows, context.head
         negative_lse, negative_delta = Float32(-math.inf), Float32(0.0)

@@ -21,14 +21,11 @@ from ..rows.sequences import by_sequence
 
 @dataclass(frozen=True)
 class SumConfig:
-    """num_warps: of a CTA, each with a row."""
-
     num_warps: int = 8
 
 
 class SumKernel:
-    """Launch with `__call__`, under `cute.compile`. dtype: of the results, cutlass.BFloat16 or
-    Float16."""
+    """Launch with `__call__`, under `cute.compile`. dtype: of the results."""
 
     def __init__(self, config: SumConfig, dtype: Any) -> None:
         self.config = config
@@ -77,7 +74,6 @@ class SumKernel:
     def _add(
         self, parts: cute.Tensor, result: cute.Tensor, place: tuple[Int32, Int32, Int32]
     ) -> None:
-        """One row.  place: (row, head, batch entry) of the result."""
         row, head, batch = place
         lane = cute.arch.lane_idx()
         each = cute.size(parts, mode=[2]) // cute.size(result, mode=[2])

@@ -70,12 +70,10 @@ class CombineConfig:
 
     @property
     def cta_rows(self) -> int:
-        """Rows of a CTA, or slices of them."""
         return self.num_warps // self.row_warps
 
     @property
     def shares_rows(self) -> bool:
-        """Return True if several warps share a row."""
         return self.row_warps > 1 or self.slices > 1
 
     @property
@@ -90,8 +88,7 @@ class CombineConfig:
 
 @dataclass(frozen=True)
 class CombineRule:
-    """Rule that chooses the configuration of a call. config: of one warp per row. ctas: as many as
-    a GPU has SMs, about."""
+    """Rule of a call's configuration. ctas: as many as a GPU has SMs, about."""
 
     config: CombineConfig = field(default_factory=CombineConfig)
     ctas: int = 128

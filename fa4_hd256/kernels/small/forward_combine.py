@@ -115,7 +115,6 @@ class CombineKernel:
                 self.combine_row(parts, results, source, place)
 
     def results_by_rows(self, results: tuple[cute.Tensor, ...]) -> tuple[cute.Tensor, ...]:
-        """Return out as (seqlen, 256, heads, batch), the LSE, and the gate as `by_rows` has it."""
         out, lse, *gate = results
         form = self.problem_class.out_gate
         return by_sequence(out), lse, *(by_rows(form, one) for one in gate)
@@ -127,13 +126,10 @@ class CombineKernel:
         place: tuple[Int32, Int32, Int32],
         begin: Int32,
     ) -> None:
-        """Apply the gate to the columns from `begin` on of a row of the results, (row, head, batch
-        entry)."""
         of_row = row_of_gate(self.problem_class.out_gate, results[2], *place)
         multiply_by_gate(values, of_row, neighbours(begin, cute.size(values)))
 
     def _keep_alone(self) -> None:
-        """Shared memory that nobody uses, where one CTA is to have an SM."""
         if self.config.alone:
             SmemAllocator().allocate(ALONE_BYTES)
 
@@ -174,8 +170,7 @@ class CombineKernel:
         source: tuple[Int32, Int32, Int32, Int32],
         which: tuple[Int32, Int32, Int32, Int32, Boolean],
     ) -> None:
-        """A row, or a slice of it, by `row_warps`.  source: as for `combine_row`; which: (row,
-        head, batch entry, number of the slice, whether it is one) of the results."""
+        """A row, or slice, by `row_warps`.  which: (row, head, batch, slice, whether it exists)."""
         row, head, batch, part_of_row, is_row = which
         part_out, part_lse = parts
         out, lse = results[:2]
@@ -273,7 +268,6 @@ class CombineKernel:
                 sums[column] = cute.math.fma(factor, value, sums[column])
 
     def _of_turn(self, values: list, start: Int32) -> Float32:
-        """Select, of a lane's values, that of the parts from `start` on."""
         found = values[0]
         for number in range(1, len(values)):
             found = cutlass.select_(start >= number * WARP_SIZE, values[number], found)
@@ -282,7 +276,6 @@ class CombineKernel:
     def _own_lses(
         self, part_lse: cute.Tensor, source: tuple[Int32, Int32, Int32, Int32]
     ) -> list[Float32]:
-        """`_own_lse` of each of this lane's parts."""
         return [
             self._own_lse(part_lse, source, number * WARP_SIZE)
             for number in range(self.config.lane_parts)
@@ -291,8 +284,7 @@ class CombineKernel:
     def _own_lse(
         self, part_lse: cute.Tensor, source: tuple[Int32, Int32, Int32, Int32], begin: int
     ) -> Float32:
-        """LSE of this lane's part, of those from `begin` on, times log2(e); -inf for a lane without
-        a part."""
+        """LSE of this lane's part times log2(e); -inf without one."""
         row, head, first, splits = source
         part = cute.arch.lane_idx() + begin if begin else cute.arch.lane_idx()
         own = part_lse[first + cutlass.min(part, splits - 1), head, row] * LOG2_E
@@ -399,7 +391,6 @@ class RaggedCombineKernel(CombineKernel):
     def _refuse_row(
         self, results: tuple[cute.Tensor, ...], place: tuple[Int32, Int32, Int32]
     ) -> None:
-        """NaN in one row.  place: (row, head, batch entry)."""
         (out, lse), (row, head, batch) = results[:2], place
         values = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         values.fill(math.nan)

@@ -46,8 +46,7 @@ class TailClass:
 
 @dataclass(frozen=True)
 class TailConfig:
-    """num_warps: of a CTA, each with a row of a head.  most_ctas: of a result; with more rows each
-    warp has several."""
+    """num_warps: of a CTA, each with a row of a head.  most_ctas: of a result."""
 
     num_warps: int = 8
     most_ctas: int = 128
@@ -98,7 +97,6 @@ class TailKernel:
 
     @cute.jit
     def __call__(self, tensors: TailTensors, bounds: TailBounds, stream: Any) -> None:
-        """Launch.  tensors.results: as many as the problem class says."""
         views, most = [], Int32(1)
         for tensor in tensors.results:
             _, rows, heads, words = tensor.shape
@@ -126,7 +124,6 @@ class TailKernel:
 
     @cute.jit
     def _found_wrong(self, tensors: TailTensors, bounds: TailBounds) -> Boolean:
-        """Return True if this thread's sequences contradict the bounds: NOTE [wrong lengths]."""
         thread, _, _ = cute.arch.thread_idx()
         threads, own = self.config.num_warps * WARP_SIZE, self.problem_class
         is_wrong = Boolean(False)
@@ -171,7 +168,6 @@ class TailKernel:
 
     @cute.jit
     def _any_thread(self, condition: Boolean) -> Boolean:
-        """Return True if the condition holds in any thread of the CTA."""
         warps = self.config.num_warps
         memory = SmemAllocator().allocate(4 * warps, 16)
         votes = cute.make_tensor(cute.recast_ptr(memory, dtype=Int32), cute.make_layout(warps))
@@ -188,7 +184,6 @@ class TailKernel:
 
     @cute.jit
     def _fill(self, result: cute.Tensor, offsets: Any, lse: Any, is_wrong: Boolean) -> None:
-        """Zeros behind the last offset; NaN in all rows where lengths are wrong."""
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -55,8 +55,7 @@ class ScoreMask(Protocol):
 
 
 def hide(mask: ScoreMask, scores: cute.Tensor) -> None:
-    """Hide scores.  Outside of traced code, where an object that is called must live across
-    branches."""
+    """Hide scores, outside of traced code, in which a called object must live across branches."""
     mask.hide(scores)
 
 
@@ -205,8 +204,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     def load_rows(
         self, context: BlackwellBackwardContext, box: str, step: RowsOfStep, ring: RingState
     ) -> None:
-        """Load this CTA's half of the rows of Q or dO of a step, half of the columns after the
-        other: B of S or dP."""
+        """Load this CTA's half of the rows of Q or dO, by halves of the columns: B of S or dP."""
         sequence, first, head = step
         first += context.cta_rank * (self.plan.step_columns // 2)
         for half in range(2):
@@ -215,8 +213,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     def load_columns(
         self, context: BlackwellBackwardContext, box: str, step: RowsOfStep, ring: RingState
     ) -> None:
-        """Load this CTA's half of the columns of Q or dO of a step, half of the rows after the
-        other: B of dK or dV."""
+        """Load this CTA's half of the columns of Q or dO, by halves of the rows: B of dK or dV."""
         sequence, first, head = step
         for half in range(2):
             row = first + half * (self.plan.step_columns // 2)
@@ -224,8 +221,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
     @cute.jit
     def load(self, context: BlackwellBackwardContext):
-        """Fetch what the MMAs need, in the order in which `mma` issues them. Each CTA loads its own
-        share of every tile."""
+        """Fetch what the MMAs need, in the order of `mma`; each CTA loads its own share."""
         names = self._names(self.load_rings)
         rings = self.load_rings.waiting(self.edges, *(f"{name}_free" for name in names))
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -266,7 +262,6 @@ class BlackwellBackward(BackwardEntry, PairKernel):
 
     @staticmethod
     def _names(rings: type[RingRecord]) -> tuple[str, ...]:
-        """Return the names of the rings of a role."""
         return tuple(field.name for field in fields(cast(Any, rings)))
 
     @staticmethod
@@ -277,13 +272,11 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             context.barriers[f"{name}_free"].wait_for_all(getattr(rings, name))
 
     def _load_first_s(self, context: BlackwellBackwardContext, work: WorkTile, rings: Any) -> Any:
-        """Load what S needs for the whole tile, and in its first step."""
         step = self.first_step(context, work)
         rings = self.load_kept(context, work, self.kept[0], rings)
         return self.load_s(context, work, step, rings)
 
     def _load_first_dp(self, context: BlackwellBackwardContext, work: WorkTile, rings: Any) -> Any:
-        """Load what dP needs for the whole tile, and in its first step."""
         step = self.first_step(context, work)
         rings = self.load_kept(context, work, self.kept[1], rings)
         return self.load_dp(context, work, step, rings)
@@ -363,12 +356,10 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             ring.advance()
 
     def _first_s(self, context: BlackwellBackwardContext, work: WorkTile, rings: Rings) -> Rings:
-        """Issue S of a tile's first step, which waits for the tile's Q or K."""
         self._enter(context, self.kept[0], rings)
         return self._s(context, self.num_steps(context, work) == 1, rings)
 
     def _first_dp(self, context: BlackwellBackwardContext, work: WorkTile, rings: Rings) -> Rings:
-        """Issue dP of a tile's first step, which waits for the tile's dO or V."""
         self._enter(context, self.kept[1], rings)
         return self._dp(context, self.num_steps(context, work) == 1, rings)
 
@@ -395,8 +386,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     @traced("dP")
     @cute.jit
     def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: ScoreRings):
-        """dP = dO V^T of a step, or its transpose; the tile's last one is done with what stays.
-        Without an edge dp_free the order of the MMAs says that dP may be overwritten."""
+        """dP = dO V^T of a step, or transposed. Without dp_free the MMAs' order frees dP."""
         barriers, kept = context.barriers, self.kept[1]
         if cutlass.const_expr("dp_free" in barriers):
             barriers["dp_free"].wait(rings.dp)
@@ -425,8 +415,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         load: Callable[[Int32, cute.Tensor], None],
         states: RingStates,
     ) -> RingStates:
-        """S of one step to registers; its buffer goes back to the MMA warp. scores: as many as a
-        thread has columns of its warpgroup. load: of `blackwell.tmem`."""
+        """S of one step to registers, whose buffer is then free. load: of `blackwell.tmem`."""
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
         load(self.warp_columns(context, "s", cute.size(scores)), scores)
@@ -484,14 +473,12 @@ def score_gradients(
 
 
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
-    """Register values, Float32, to consecutive elements of global memory, in their type."""
     rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
     rounded.store(values.load().to(destination.element_type))
     cute.autovec_copy(rounded, destination)
 
 
 def warpgroup() -> Int32:
-    """Return which of the two warpgroups of gradient warps this thread is in, 0 or 1."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
 

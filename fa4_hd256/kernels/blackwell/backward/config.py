@@ -144,8 +144,7 @@ class DqPlan:
 
 
 def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge, ...]:
-    """Return the edges of K and V, which stay for a tile, and of the ring that Q and dO share;
-    bytes of both CTAs."""
+    """Return the edges of K and V, which stay, and of the ring of Q and dO; bytes of both CTAs."""
     commit, tma = Signal.COMMIT_PAIR, Signal.TMA_PAIR
     return (
         Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=key_bytes),
@@ -428,8 +427,7 @@ class ProductsPlan:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """Fields of a `BackwardConfig` that are compiled into one pair kernel. ex2_pattern: None for
-    the kernel without an exp2, that of the GEMMs."""
+    """Fields of a `BackwardConfig` of one pair kernel. ex2_pattern: None without an exp2."""
 
     plan: DqPlan | DkdvPlan | DvPlan | ProductsPlan
     ex2_pattern: Ex2Pattern | None = None

@@ -69,8 +69,6 @@ THREAD_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
 @dataclass
 class DkdvLoadRings(RingRecord):
-    """Buffers that the load warp fills next: of K, V, the ring of Q and dO, LSE, delta."""
-
     k: RingState
     v: RingState
     ring: RingState
@@ -239,7 +237,6 @@ class DkdvKernel(BlackwellBackward):
     def _add_weighted(
         self, context: BlackwellBackwardContext, name: str, adds: Boolean, rings: DkdvMmaRings
     ) -> DkdvMmaRings:
-        """Add a unit's P^T dO to dV, or its dS^T Q to dK."""
         barriers, result = context.barriers, (name, rings.sums)
         barriers["weights_done"].wait(rings.weights)
         operands = "weights", "ring"
@@ -306,11 +303,9 @@ class DkdvKernel(BlackwellBackward):
             states = self._drain(context, undrained, states)
 
     def _half(self) -> Int32:
-        """Return which half of a result's columns this warp's lanes hold."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 // 2
 
     def _thread_key(self) -> Int32:
-        """The key of this thread, among the CTA's 64."""
         return cute.arch.thread_idx()[0] % CTA_KEYS
 
     def _first_query(self) -> Int32:
@@ -368,7 +363,6 @@ class DkdvKernel(BlackwellBackward):
         ds: cute.Tensor,
         states: RingStates,
     ):
-        """Compute dS = p_slopes (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()

@@ -70,8 +70,6 @@ WARPGROUP_KEYS = BLOCK_KV // 2
 
 @dataclass
 class DqLoadRings(RingRecord):
-    """Buffers that the load warp fills next: of Q, of dO, and of the ring of K and V."""
-
     q: RingState
     dout: RingState
     ring: RingState
@@ -197,7 +195,6 @@ class DqKernel(BlackwellBackward):
 
     @staticmethod
     def _keys(context: BlackwellBackwardContext, work: WorkTile) -> tuple[Int32, Sequence]:
-        """Return (KV head, sequence) of a tile's keys."""
         head = work.head // context.heads_per_kv
         return head, context.sequences.key(work.batch)
 
@@ -279,7 +276,6 @@ class DqKernel(BlackwellBackward):
         states: RingStates,
         work: WorkTile,
     ):
-        """factors := P of one step, times the slope of each score."""
         states = self.take_scores(context, factors, tmem_load, states)
         places = self.functions.score_places(
             context, work, lambda i: (work.head, mask.row, mask.column + i)
@@ -299,7 +295,6 @@ class DqKernel(BlackwellBackward):
         negative_delta: Float32,
         states: RingStates,
     ):
-        """Compute dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.warp_columns(context, "dp", WARPGROUP_KEYS)

@@ -101,8 +101,6 @@ TILE_KEYS = DS_BLOCK
 
 @dataclass
 class DvLoadRings(RingRecord):
-    """Buffers that the load warp fills next: of K, V, the ring of Q and dO, LSE and delta."""
-
     k: RingState
     v: RingState
     ring: RingState
@@ -374,7 +372,6 @@ class DvKernel(BlackwellBackward):
         mask: StepMask,
         halves: tuple[int, ...],
     ) -> ScoreMask:
-        """Return a step's mask for some halves of this thread's keys."""
         if not isinstance(mask, ListedNumber):
             return mask._replace(halves=halves)
         places = self.functions.mask_places(

@@ -81,8 +81,7 @@ class SumTiles(GemmTiles):
 
 
 class ProductsKernel(BlackwellBackward):
-    """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
-    `GemmTiles`."""
+    """Both GEMMs; arguments: `BackwardEntry.__call__`. Tiles: `GemmTiles`."""
 
     tiles: SumTiles
     boxes = {"q": (0, DS_TILE, HEAD_DIM // 2), "k": (1, DS_TILE, HEAD_DIM // 2)}
@@ -149,7 +148,6 @@ class ProductsKernel(BlackwellBackward):
     def _load_ds(
         self, context: BlackwellBackwardContext, position: Walk, target: LoadTarget
     ) -> None:
-        """Load this CTA's 128 x 128 of dS."""
         barrier, stage = target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(

@@ -51,15 +51,12 @@ def first_query(query_tile: Int32) -> Int32:
 
 
 class TileStep(NamedTuple):
-    """A step, and the tile that it is of."""
-
     work: WorkTile
     step: Step
 
 
 class QuadRegisters(NamedTuple):
-    """This thread's registers for a step: P times the slope of its score in float32; P, and dS, in
-    16 bits, two in a register."""
+    """A step's registers: P times slopes in float32; P, and dS, in 16 bits, two in a register."""
 
     factors: cute.Tensor
     p: cute.Tensor
@@ -67,8 +64,7 @@ class QuadRegisters(NamedTuple):
 
 
 class QuadMask(NamedTuple):
-    """Mask of a step by ranges.  key: this thread's first one; index: of the step; halves: which
-    `quad_fragment`s of its keys are masked."""
+    """Mask of a step by ranges.  key: the first; halves: which `quad_fragment`s are masked."""
 
     applies: Boolean
     visibility: Visibility
@@ -77,8 +73,7 @@ class QuadMask(NamedTuple):
     halves: tuple[int, ...] = ()
 
     def hide(self, scores: cute.Tensor) -> None:
-        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0."""
+        """Scores of unseen queries := -inf; of keys past the end all: their dS has to be 0."""
         queries = first_query(self.index)
         for number, half in enumerate(self.halves):
             for group in range(2):
@@ -106,8 +101,7 @@ class ListedMask(NamedTuple):
 
 
 class ListedNumber(NamedTuple):
-    """Mask of a step that a block mask names, by the number of a tile of which a mask_mod says what
-    is seen; `FunctionMask` adds the places of scores."""
+    """Mask of a listed step by a mask_mod's tile number; `FunctionMask` adds the scores' places."""
 
     applies: Boolean
     number: Int32
@@ -118,8 +112,6 @@ StepMask = QuadMask | ListedMask | ListedNumber
 
 
 class FunctionMask(NamedTuple):
-    """Mask of some scores of a step by a mask_mod."""
-
     applies: Boolean
     number: Int32
     function: MaskFunction
@@ -154,7 +146,6 @@ class DsStore(SharedByReference):
     registers: ClassVar[int] = WARPGROUP_QUERIES // 2
 
     def number(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
-        """Return the number of this CTA's tile of dS of a step.  row: `KeyTiles.row_of_ds`."""
         ds = context.tensors.ds
         number = within_head(ds, row + step.index, context.sequences.tensors)
         return number + step.head * tiles_of_head(ds)
@@ -162,25 +153,21 @@ class DsStore(SharedByReference):
     def tile(
         self, context: BlackwellBackwardContext, step: Step, row: Int32, number: Int32
     ) -> cute.Tensor:
-        """Return this CTA's tile of dS of a step.  number: of the tile, if it is counted."""
         if not self.counts_tiles:
             number = self.number(context, step, row)
         return self.tile_numbered(context.tensors.ds, number)
 
     def tile_numbered(self, ds: cute.Tensor, number: Int32) -> cute.Tensor:
-        """Return a tile of dS by its number among all."""
         return tile_of(ds, number)
 
     @staticmethod
     def following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
-        """Return the number of the tile behind that of a step."""
         begin, end = step.span
         to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
         return number + 1 + cutlass.select_(step.index + 1 == end, to_next_head, Int32(0))
 
     def store(self, step: StepDs | None, half: int) -> None:
-        """Store half of this thread's dS of a step, if there is any: a quad has 16 bytes, the quads
-        of a warp 128 consecutive ones."""
+        """Store half of this thread's dS of a step: a warp's quads have 128 consecutive bytes."""
         if step is None:
             return
         runs = WARPGROUP_QUERIES // RUN

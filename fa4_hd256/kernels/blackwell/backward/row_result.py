@@ -29,18 +29,15 @@ WHOLE = (0, WARPGROUP_COLUMNS)
 
 
 def first_row(context: BlackwellBackwardContext, work: WorkTile) -> Int32:
-    """Return the first row of this CTA's half of a tile."""
     return work.block * TILE_ROWS + context.cta_rank * CTA_ROWS
 
 
 def lane() -> Int32:
-    """Return the lane of tensor memory, and the row of the CTA, of this thread."""
     return cute.arch.thread_idx()[0] % CTA_ROWS
 
 
 class ResultPlace(NamedTuple):
-    """Place of a tile's result: its tensor, the sequence of its rows, the first row of this CTA,
-    its head."""
+    """Place of a tile's result: tensor, sequence, first row of this CTA, head."""
 
     result: cute.Tensor
     rows: Sequence
@@ -73,8 +70,7 @@ class RowResult(SharedByReference):
         states: RingStates,
         part: tuple[int, int] = WHOLE,
     ) -> RingStates:
-        """Store the result of a tile to global memory.  part: [begin, end) of a warpgroup's
-        columns; such parts, one after the other, make the whole."""
+        """Store the result of a tile.  part: [begin, end) of a warpgroup's columns."""
         return traced(f"drain {self.name}")(self._drain)(context, place, states, part)
 
     @cute.jit

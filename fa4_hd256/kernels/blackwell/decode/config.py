@@ -184,7 +184,6 @@ class DecodeWarpPlan(WarpPlan):
 
     @property
     def converting(self) -> tuple[int, ...]:
-        """Warps of the last warpgroup, which converts; none without one."""
         return self.quantise or self.convert or ()
 
     @property
@@ -238,7 +237,6 @@ class DecodeConfig:
         check_budgets(self)
 
     def gathering(self) -> DecodeConfig:
-        """Return the configuration for rows that are gathered."""
         return replace(self, gathers=True) if self.nvfp4 else self
 
     @property
@@ -266,7 +264,6 @@ class DecodeConfig:
 
     @property
     def _suffix(self) -> str:
-        """Return the end of the kernel's kind."""
         return "_e4m3" if self.e4m3 else "_nvfp4" if self.nvfp4 else ""
 
     @property
@@ -286,7 +283,6 @@ class DecodeConfig:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a thread whose maxima are raised at a time: all, or as registers allow."""
         return self.softmax_rows if self.softmax_groups == 1 else 8
 
     @property
@@ -304,12 +300,10 @@ class DecodeConfig:
 
     @property
     def tile_bytes(self) -> int:
-        """A K or a V tile."""
         return int(BLOCK_KV * HEAD_DIM * self.kv_bytes)
 
     @property
     def scale_bytes(self) -> int:
-        """The block scales of a tile."""
         return BLOCK_KV * HEAD_DIM // NVFP4_BLOCK if self.nvfp4 else 0
 
     @property
@@ -335,7 +329,6 @@ class DecodeConfig:
 
     @property
     def half_bytes(self) -> int:
-        """A buffer of K or V: a half of a tile, or a tile in e4m3 or NVFP4."""
         return self.tile_bytes if self.is_scaled else self.tile_bytes // len(HALVES)
 
     @property
@@ -421,7 +414,6 @@ class DecodeConfig:
 
     @property
     def _loaded(self) -> tuple[Edge, ...]:
-        """Edges of K and V, which the MMAs read as they were loaded."""
         return (
             Edge("kv_loaded", self.half_stages, Signal.TMA_CTA, "load", 1, "mma",
                  f"{'' if self.e4m3 else 'half of '}a K or V tile in SMEM",
@@ -432,7 +424,6 @@ class DecodeConfig:
 
     @property
     def _converted(self) -> tuple[Edge, ...]:
-        """Edges of K and V, which warps bring to float16."""
         converting = len(self.warps.converting)
         loaded_bytes = self.half_bytes + (0 if self.gathers else self.scale_bytes)
         scales = (
@@ -483,8 +474,7 @@ class DecodeConfig:
         )  # fmt: skip
 
     def score_elements(self, mmas: int) -> int:
-        """Elements of S that so many MMA instructions of QK and PV, K = 32 bytes each, stand
-        for."""
+        """Return the elements of S of so many MMA instructions of QK and PV, K = 32 bytes each."""
         k = 32 if self.e4m3 else MMA_K
         per_step = HEAD_DIM // k + len(HALVES) * BLOCK_KV // k
         return mmas // per_step * self.rows * BLOCK_KV

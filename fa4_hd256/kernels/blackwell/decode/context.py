@@ -45,16 +45,12 @@ class BlackwellE4m3DecodeContext(BlackwellDecodeContext):
 
 @dataclass
 class DecodeLoadRings(RingRecord):
-    """Buffers that the load warp fills next: of halves of K and V, and of Q."""
-
     kv: RingState
     q: RingState
 
 
 @dataclass
 class DecodeMmaRings(RingRecord):
-    """Buffers that the MMA warp uses next: of K and V, Q, S, P and O."""
-
     kv: RingState
     q: RingState
     s: RingState
@@ -64,8 +60,7 @@ class DecodeMmaRings(RingRecord):
 
 @dataclass
 class DecodeSoftmaxRings(RingRecord):
-    """Buffers that a softmax warp uses next: of S; of O, that of the step before, of this tile or
-    of the one before."""
+    """Buffers that a softmax warp uses next: of S, and of O of the step before."""
 
     s: RingState
     o: RingState

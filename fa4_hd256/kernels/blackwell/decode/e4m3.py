@@ -69,7 +69,6 @@ class DecodeE4m3Kernel(DecodeKernel):
         scaled.prepare(self, top_exponent=7)  # of 448 at most
 
     def make_mmas(self) -> None:
-        """Set the MMA of K, and those of both halves of V's columns, from one buffer."""
         columns, ctas = self.config.columns, self.ctas
         negate = self.problem_class.negative_scale
         # Bytes in twos: a row of 256 has as many as 128 of a 16-bit type.
@@ -88,7 +87,6 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     @cute.jit
     def convert(self, context: BlackwellE4m3DecodeContext):
-        """Bring each tile's Q to e4m3, with the scales of its rows."""
         states = RingStates.waiting(self.edges, "rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -176,8 +174,7 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
 
 
 def _store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:
-    """Both parts of some values to memory.  targets: of hi and of lo, a 16-bit type, half as many
-    elements as values, whose number is a multiple of 4."""
+    """Both parts of some values, a multiple of 4, to memory.  targets: of hi and of lo, 16-bit."""
     words = [cute.make_rmem_tensor(len(values) // WORD_CODES, Int32) for _ in targets]
     for number in range(0, len(values), WORD_CODES):
         for part, codes in zip(words, _split(values[number : number + WORD_CODES]), strict=True):

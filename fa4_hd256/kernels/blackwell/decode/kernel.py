@@ -116,7 +116,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @property
     def operand_dtype(self) -> Any:
-        """Return the type of P."""
         return self.dtype
 
     def make_mmas(self) -> None:
@@ -155,7 +154,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def run_other_role(self, context: BlackwellDecodeContext, warp: Int32):
-        """Run the role of a warp without softmax."""
         warps = self.config.warps
         self.set_registers(warps.registers_other)
         if warp == warps.mma:
@@ -166,8 +164,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
             schedule(self.scheduler, context)
 
     def _of_group(self, context: BlackwellDecodeContext, warp: Int32) -> BlackwellDecodeContext:
-        """Return the context of a softmax warp's group, `config` NOTE [two groups]: its rows are
-        the first of tables and of tensor memory."""
+        """Return the context of a warp's group (NOTE [two groups]), with its rows first."""
         rows = self.group.count
         if self.config.softmax_groups == 1:
             return context
@@ -246,7 +243,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def _load_q_and_first_k(
         self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
     ) -> DecodeLoadRings:
-        """Load what QK(0) of a tile takes."""
         kv_tile = self._first_kv_tile(context, work)
         rings = self._load_q(context, work, rings)
         return self._load_tile(context, work, kv_tile, "k", rings)
@@ -259,7 +255,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def _load_q(
         self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
     ) -> DecodeLoadRings:
-        """Load the rows of Q."""
         place = context.query(work), self.rows.first_query(work), 0, work.head
         barrier, index = await_buffer(context, "q", rings.q)
         load_tile(context.tensors.q, context.smem["q"], place, barrier, index, self.rows.of_query)
@@ -288,7 +283,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
         what: tuple[str, int],
         state: RingState,
     ) -> RingState:
-        """Load a buffer of K or V.  what: which of them, and the number of the block of columns."""
         name, block = what
         head = work.head // context.heads_per_kv
         keys, first_key = self.keys.rows(context, work, kv_tile), self.keys.first_row(kv_tile)
@@ -351,7 +345,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return rings
 
     def _leave_q(self, rings: DecodeMmaRings) -> DecodeMmaRings:
-        """Advance to the next tile's Q buffer, where there is another one."""
         if rings.q.stages > 1:
             rings.q.advance()
         return rings
@@ -389,14 +382,12 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return rings
 
     def _operand(self, context: BlackwellDecodeContext, state: RingState) -> Any:
-        """Return the address of the buffer of K or V that is in use."""
         return smem_buffer(context, "kv", state)
 
     @traced("PV")
     def _pv(
         self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings
     ) -> DecodeMmaRings:
-        """O^T += V^T P^T, a half of it after the other, which overwrite in a tile's first step."""
         barriers, ring = context.barriers, self.operand_ring
         barriers["p_done"].wait(rings.p)
         for half, pv in zip(HALVES, self.pv, strict=True):
@@ -487,7 +478,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return state
 
     def _number_in_group(self) -> Int32:
-        """Return the number of this thread in its group, and of its key in a step."""
         thread = cute.arch.thread_idx()[0]
         return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
 
@@ -513,14 +503,12 @@ class DecodeKernel(ForwardCommon, PairKernel):
         cute.autovec_copy(probabilities, columns_of(column, context.first_row, self.group.count))
 
     def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
-        """Load this lane's column of a half of O."""
         values = cute.make_rmem_tensor(self.group.count, Float32)
         tmem_load(self._of_half(context, half), values, self.group.count)
         cute.arch.fence_view_async_tmem_load()
         return values
 
     def _of_half(self, context: BlackwellDecodeContext, half: int) -> Any:
-        """Return the address of this warp's lanes in its rows of a half of O."""
         return context.warp_lanes + self.tmem_plan[f"o{half}"].start
 
     @traced("softmax")
@@ -562,7 +550,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return rings
 
     def _scores(self, context: BlackwellDecodeContext, buffer: Int32) -> Any:
-        """Return the address of this warp's lanes in its rows of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.warp_lanes + (start + buffer * distance)
 
@@ -643,7 +630,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @staticmethod
     def _read(shared: cute.Tensor, column: int) -> cute.Tensor:
-        """A value of each of a thread's rows.  shared: (rows, columns) of shared memory."""
         values = cute.make_rmem_tensor(cute.size(shared, mode=[0]), Float32)
         cute.autovec_copy(shared[None, column], values)
         return values
@@ -651,14 +637,12 @@ class DecodeKernel(ForwardCommon, PairKernel):
     @traced("store O")
     @cute.jit
     def _store(self, context: BlackwellDecodeContext, work: WorkTile, inverses: cute.Tensor):
-        """O / sum to global memory, in the type of `out`."""
         for half in cutlass.range_constexpr(len(HALVES)):
             values = self._load_half(context, half)
             multiply_rows(values, inverses)
             self.group.store(context, work, values, self._column(half))
 
     def _column(self, half: int) -> Int32:
-        """Return the column of the head that this lane has of a half of O."""
         return half * HALF + self._number_in_group()
 
     @cute.jit

@@ -79,7 +79,6 @@ class DecodeNvfp4Kernel(DecodeKernel):
         return cutlass.Float16
 
     def make_mmas(self) -> None:
-        """Set the MMA of K, and those of both halves of V^T, from one buffer."""
         rows, ctas = self.config.rows, self.ctas
         negate = self.problem_class.negative_scale
         shape = MmaShape(BLOCK_KV, rows, False, negate_a=negate, ctas=ctas)
@@ -137,7 +136,6 @@ class DecodeNvfp4Kernel(DecodeKernel):
         name: str,
         rings: DecodeLoadRings,
     ) -> DecodeLoadRings:
-        """Load the codes of K or V, and their scales, into one buffer each."""
         head = work.head // context.heads_per_kv
         place = self.keys.rows(context, work, kv_tile), self.keys.first_row(kv_tile), 0, head
         target = await_buffer(context, "kv", rings.kv)
@@ -187,7 +185,6 @@ class DecodeNvfp4Kernel(DecodeKernel):
 
     @cute.jit
     def _steps(self, context: BlackwellE4m3DecodeContext, work: WorkTile):
-        """Return the steps of a tile; 0 for one that is not valid."""
         steps = Int32(0)
         if work.is_valid:
             steps = self.num_steps(context, work)

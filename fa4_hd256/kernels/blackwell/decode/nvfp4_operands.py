@@ -110,7 +110,6 @@ def _converted(source: str, number: int, scale: str) -> list[str]:
 
 
 def _pairs_of_blocks(codes: cute.Tensor, scales: Any) -> tuple[Any, ...]:
-    """Words of f16x2 of a piece's codes, in their order, times the scales of both of its blocks."""
     lines = [
         "{.reg .b8 b0, b1, b2, b3;",
         ".reg .b16 first, second;",

@@ -24,8 +24,7 @@ from .context import BlackwellDecodeContext
 
 @dataclass(frozen=True)
 class GroupRows(SharedByReference):
-    """Rows of a tile that a group of softmax warps has, one score of each per thread and step.
-    tile: rows of the tile. count: of the group. functions: of the call."""
+    """Rows of a tile of a group of softmax warps, one score per thread and step. count: rows."""
 
     tile: TileRows
     count: int
@@ -33,16 +32,13 @@ class GroupRows(SharedByReference):
 
     @property
     def of_query(self) -> int:
-        """Return the rows of a query that a group has, padding included."""
         return min(self.tile.of_query, self.count)
 
     def queries(self, context: BlackwellDecodeContext, work: WorkTile) -> tuple[Int32, int]:
-        """Return (first query, their number) of a group's rows."""
         first = self.tile.first_query(work) + context.first_row // self.tile.of_query
         return first, self.count // self.of_query
 
     def first_head(self, context: BlackwellDecodeContext) -> Any:
-        """Return the first query head with rows in a group, among those that share keys."""
         return context.first_row if self.tile.of_query > self.count else 0
 
     def places(
@@ -61,7 +57,6 @@ class GroupRows(SharedByReference):
         return self.functions.score_places(context, work, locate, keys_exist)
 
     def nodes(self, context: BlackwellDecodeContext, work: WorkTile, is_masked: bool) -> Any:
-        """Return the words of a group's queries for a masked step, None where they have none."""
         if not (is_masked and context.mask.tree):
             return None
         first_query, queries = self.queries(context, work)

@@ -28,8 +28,7 @@ from .kernel import DecodeKernel, KvTile
 
 
 def prepare(kernel: Any, top_exponent: int) -> None:
-    """Set what brings rows of Q to their ranges, and scores back.  top_exponent: of `ScaledRows`;
-    the kernel has `_store_row`, as `ScaledRows.store`."""
+    """Set what brings rows of Q to their ranges, and back.  top_exponent: of `ScaledRows`."""
     config = kernel.config
     kernel.scales = KeyScales(kernel.problem_class, kernel.rows)
     kernel.scaled_rows = ScaledRows(
@@ -135,7 +134,6 @@ def tile_state(self: Any) -> RingState:
 def begin_tile(
     self: Any, context: BlackwellDecodeContext, softmax: Any, place: tuple[Any, Int32], state: Any
 ):
-    """The buffer of the rows' scales, and the scales of the tile, or of the first step's keys."""
     context.barriers["factors_ready"].wait(state)
     softmax.stage[0] = state.index
     softmax.k_scale[0] = Float32(1.0)
@@ -143,7 +141,6 @@ def begin_tile(
 
 
 def end_tile(self: Any, context: BlackwellDecodeContext, state: RingState) -> RingState:
-    """Each step has read the rows' scales."""
     context.barriers["factors_free"].arrive(state)
     state.advance()
     return state
@@ -152,8 +149,7 @@ def end_tile(self: Any, context: BlackwellDecodeContext, state: RingState) -> Ri
 def load_scores(
     self: Any, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
 ) -> cute.Tensor:
-    """S, brought back: rows by their scales, which K's scale of the tile is among, a key by its
-    page's scale."""
+    """S, brought back: rows by their scales, with the tile's K scale; a key by its page's."""
     scores = self._load_sum(self._scores(context, buffer))
     factors = self._read(context.smem["factors"], softmax.stage[0])
     if self.scales.of_tiles:

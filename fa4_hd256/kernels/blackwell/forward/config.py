@@ -124,12 +124,10 @@ class ForwardConfig:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of Q, K, V and P."""
         return 1 if self.is_e4m3 else ELEMENT_BYTES
 
     @property
     def columns(self) -> int:
-        """Columns of 16 bits of a row of Q, K and V."""
         return HEAD_DIM * self.element_bytes // ELEMENT_BYTES
 
     @property
@@ -139,7 +137,6 @@ class ForwardConfig:
 
     @property
     def softmax_columns(self) -> int:
-        """Keys of a step that a softmax thread has."""
         return self.block_kv // self.softmax_groups
 
     @property
@@ -149,7 +146,6 @@ class ForwardConfig:
 
     @property
     def p_keys(self) -> dict[str, tuple[range, ...]]:
-        """The keys of each half of P, a range for each warpgroup of the softmax."""
         columns, half = self.softmax_columns, self.softmax_columns // len(P_HALVES)
         starts = range(0, self.block_kv, columns)
         return {
@@ -159,7 +155,6 @@ class ForwardConfig:
 
     @property
     def p_slices(self) -> dict[str, tuple[int, ...]]:
-        """The slices of PV of each half of P."""
         return {
             name: tuple(key // self.mma_k for keys in ranges for key in keys[:: self.mma_k])
             for name, ranges in self.p_keys.items()
@@ -223,8 +218,6 @@ class ForwardConfig:
 
     @property
     def tmem(self) -> TmemPlan:
-        """Return the map of tensor memory. The regions p0 and p1 are P of the first and the second
-        S buffer."""
         columns, per_column = self.block_kv, FLOAT_BYTES // self.element_bytes
         regions = [TmemRegion("o", 0, HEAD_DIM, None, "O accumulator, 128 x 256 float32")]
         for stage in range(self.s_stages):

@@ -92,7 +92,6 @@ class ScoreRow(NamedTuple):
 def tensors_of(
     kernel: ForwardCommon, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
 ) -> ForwardKernelTensors:
-    """Return the tensors of a kernel. operands: q, k, v, out by (seqlen, columns, heads, batch)."""
     config, (q, k, v, out) = kernel.config, operands
     load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
     store = cpasync.CopyBulkTensorTileS2GOp()
@@ -106,7 +105,6 @@ def tensors_of(
 
 
 def buffers_in(memory: SharedMemory, config: ForwardConfig) -> dict[str, cute.Tensor]:
-    """Return the buffers of a CTA: `BlackwellForwardContext`."""
     rows = {"scale": config.scale_stages}
     if config.softmax_groups > 1:
         rows["exchange"] = config.softmax_groups

@@ -150,7 +150,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         """Return the context of a tile's softmax where its scores have a scale, None elsewhere."""
 
     def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
-        """The first query of this CTA's half of a tile."""
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
 
     def query_and_head(
@@ -207,7 +206,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
     def _load_q_and_first_k(
         self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
     ) -> LoadRings:
-        """Load what QK(0) of a tile takes."""
         kv_tile = self._first_kv_tile(context, work)
         rings = self._load_q(context, work, rings)
         return self._load_kv(context, work, kv_tile, "k", rings)
@@ -218,7 +216,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @traced("load")
     def _load_q(self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings):
-        """Load this CTA's rows of Q."""
         place = context.query(work), self.first_row(context, work), 0, work.head
         barrier, index = await_buffer(context, "q", rings.q)
         packed = self.problem_class.packed_heads
@@ -373,7 +370,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         context.barriers["scale_free"].wait_for_all(rings.scale)
 
     def _softmax(self, context: BlackwellForwardContext) -> OnlineSoftmax:
-        """Return an empty softmax of a row.  context: with the scale of its scores."""
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2,
@@ -392,7 +388,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         softmax: OnlineSoftmax,
         rings: SoftmaxRings,
     ):
-        """Run all steps of a tile, those with masks first and last; return their number, too."""
         config, by_place = self.config, self.functions.change.by_place
         visibility = context.visibility(row.work, config.block_kv)
         tile = (row.work.block * self.tile_queries, self.tile_queries)
@@ -429,7 +424,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         softmax: OnlineSoftmax,
         rings: SoftmaxRings,
     ):
-        """Run the steps that a block mask lists; return their number, too."""
         steps = self.step_list(context, row.work)
         num_steps = steps.count
         softmax.reset()
@@ -454,8 +448,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         softmax: OnlineSoftmax,
         rings: SoftmaxRings,
     ):
-        """Run one step: scores, maximum, exp2, P to tensor memory, row sum. key: its first one.
-        mask: see `StepScores.load`; bits are returned for the next step."""
+        """Run one step: scores, maximum, exp2, P, row sum. mask: see `StepScores.load`."""
         barriers, size = context.barriers, self.config.fragment_columns
         barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
@@ -544,7 +537,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return value, rings
 
     def _row_in_block(self) -> Int32:
-        """Return the row of a correction thread: the lane of tensor memory that it can reach."""
         return cute.arch.thread_idx()[0] % self.config.block_q
 
     @traced("drain O")

@@ -52,8 +52,7 @@ ONES = 0x7F7F7F7F
 
 @dataclass(frozen=True)
 class Mxfp8Context(ScaleTiles, BlackwellForwardContext):
-    """State that every warp role of one CTA shares. "q_scales", "kv_scales" in `smem`: (2, 128,
-    stages) words. first_tiles: see `ScaleTiles`."""
+    """State that every warp role of one CTA shares. first_tiles: see `ScaleTiles`."""
 
     first_tiles: tuple[Int32, Int32] | None = None
 
@@ -70,8 +69,6 @@ class Mxfp8MmaRings(MmaRings):
 
 @dataclass(frozen=True)
 class ReadScores(GroupScores):
-    """Maker of scores that hands over the columns of S once it is in registers."""
-
     def load(
         self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
     ) -> Any:
@@ -91,8 +88,7 @@ class ReadScores(GroupScores):
         scores: cute.Tensor,
         rings: SoftmaxRings,
     ) -> Float32:
-        """Return the factor of the base, and store this group's half of the scales of P: both have
-        read S."""
+        """Return the base's factor; store this group's half of P's scales once both have read S."""
         factor = super().update_max(context, softmax, scores, rings)
         words = cute.make_rmem_tensor(SCALE_COLUMNS["p"][1] // GROUPS, Int32)
         words.fill(ONES)
@@ -123,8 +119,6 @@ class ForwardMxfp8Kernel(ForwardKernel):
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        """Return those of the base, with TMA tensors for the scales: the fields of the context that
-        have scales elsewhere."""
         first = self.problem_class.sink + len(self.problem_class.ragged)
         behind = first + len(DESCALES)
         scales = map(scale_tensor, optional[first:behind])

@@ -56,7 +56,6 @@ class Mxfp8Config(E4m3ForwardConfig):
 
     @property
     def edges(self) -> EdgeTable:
-        """Return those of the base, with the bytes of scales beside those of Q, K and V."""
         found = [
             replace(edge, transaction_bytes=edge.transaction_bytes + CTAS * SCALE_BYTES)
             if edge.signal is Signal.TMA_PAIR

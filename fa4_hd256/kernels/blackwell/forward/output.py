@@ -23,8 +23,6 @@ from .scores import LOAD_COLUMNS
 
 
 def load_columns(address: Int32, columns: int) -> cute.Tensor:
-    """Return some columns of this thread's row in registers.  address: of the first one in the
-    warp's rows."""
     values = cute.make_rmem_tensor(columns, Float32)
     tmem_load(address, values, LOAD_COLUMNS)
     cute.arch.fence_view_async_tmem_load()
@@ -54,7 +52,6 @@ def store_rounded(values: cute.Tensor, row: cute.Tensor, columns: int) -> None:
 
 @cute.jit
 def store_zeros(row: cute.Tensor):
-    """Set a row of `out` in global memory to 0."""
     zeros = cute.make_rmem_tensor(8, row.element_type)
     zeros.fill(0.0)
     chunks = cute.logical_divide(row, cute.make_layout(8))
@@ -65,8 +62,7 @@ def store_zeros(row: cute.Tensor):
 def output_slices(
     o: TmaTensor, staged: cute.Tensor, buffer: Int32, place: TilePlace, columns: int, packed: int
 ) -> tuple[cute.Tensor, cute.Tensor]:
-    """Return a tile's staged O and where it goes, by slices of columns, as TMA stores take them.
-    staged: (rows, 256, buffers) of shared memory. place, packed: see `tma_tile`."""
+    """Return staged O and its targets by slices of columns, as TMA stores take them."""
     shape = (cute.size(staged, mode=[0]), columns)
     tiles = tma_tile(o.tensor, shape, place, packed)
     slices = cute.local_tile(staged[None, None, buffer], shape, (0, None))

@@ -31,8 +31,7 @@ LOAD_COLUMNS = 64
 
 
 class RangeMask(NamedTuple):
-    """Mask of a step in which the bounds of the visible keys hide some. nodes: word of the row
-    under a tree mask, None without one, and in steps before the tree's keys."""
+    """Mask of a step by bounds. nodes: word of the row under a tree mask, None for none."""
 
     nodes: Any
 
@@ -51,7 +50,6 @@ class StepScores:
     sums_fragments: ClassVar[bool] = False
 
     def row(self) -> Int32:
-        """Return the thread's row in its CTA's half of a tile."""
         return cute.arch.thread_idx()[0]
 
     def rings(self) -> SoftmaxRings:
@@ -78,7 +76,6 @@ class StepScores:
         scores: cute.Tensor,
         rings: SoftmaxRings,
     ) -> Float32:
-        """Take a step's scores into the row's maximum; return the factor of O."""
         return softmax.update_max(scores)
 
     def join_sums(
@@ -87,7 +84,6 @@ class StepScores:
         """Make the thread's sum that of all keys of its row, behind a tile's last step."""
 
     def sends(self, is_row: Boolean) -> Boolean:
-        """Return True if the thread stores its row's LSE.  is_row: it exists, hidden or not."""
         return is_row
 
     def write_scale(
@@ -122,7 +118,6 @@ class StepScores:
     def _places(
         self, context: BlackwellForwardContext, row: ScoreRow, key: Int32, keys_exist: bool
     ) -> ScorePlaces | None:
-        """Return where the scores lie, for what changes them."""
         return self.functions.score_places(
             context, row.work, lambda i: (row.head, row.query, key + i), keys_exist
         )

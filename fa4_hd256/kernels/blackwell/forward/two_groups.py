@@ -120,5 +120,4 @@ class GroupScores(StepScores):
 
 
 def softmax_group() -> Int32:
-    """Return the warpgroup of a softmax thread."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP

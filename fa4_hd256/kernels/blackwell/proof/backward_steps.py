@@ -34,13 +34,11 @@ FIRST, LAST = When.FIRST, When.LAST
 
 
 def _load(*acts: Act, rings: tuple[Ring, ...]) -> Role:
-    """Return the load warp's role, a step ahead.  rings: those that it fills."""
     ends = tuple(wait_all(ring.freed) for ring in rings)
     return Role("load", acts, end=ends, claims=CLAIM_STEPS, crosses=True)
 
 
 def _mma(*acts: Act, ends: tuple[str, ...]) -> Role:
-    """Return the MMA warp's role, a step ahead.  ends: edges of which signals are left."""
     return Role(MMA, acts, end=tuple(map(wait_all, ends)), crosses=True)
 
 
@@ -49,7 +47,6 @@ def _ahead(*actions: Action, when: When = When.EACH) -> Act:
 
 
 def _drained(*actions: Action) -> Act:
-    """Return what a tile's first step does to the results of the tile before."""
     return Act(actions, FIRST, of_tile_before=True)
 
 
@@ -117,8 +114,7 @@ _OPERANDS = loaded("k"), loaded("v"), loaded("ring")
 
 
 def _pieces(product: str, a: Action, passing: str, result: Action, *waits: str) -> list[Action]:
-    """Return an MMA of rows that pass, a buffer for each piece.  waits: edges that the first piece
-    waits for, "ring_loaded" among them."""
+    """Return acts of an MMA of rows that pass by pieces.  waits: edges of the first one."""
     found: list[Action] = []
     for piece in range(PIECES):
         made = result if piece == 0 else extend(result.where, result.content)
@@ -218,8 +214,7 @@ DKDV_STEPS = StepTable(
 
 
 def _scaled(product: str, keys: str, passing: str, ring: str, read_by: str) -> tuple[Act, ...]:
-    """Like `_of_keys`, of rows that pass in one piece.  read_by: the edge that says that scales may
-    be copied to where they lie."""
+    """Like `_of_keys`, of rows in one piece.  read_by: the edge that frees the scales' place."""
     kept = keys.lower()
     return (
         _ahead(wait(f"{kept}_loaded"), when=FIRST),

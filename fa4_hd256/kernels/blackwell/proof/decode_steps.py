@@ -67,8 +67,6 @@ def _load(acts: tuple[Act, ...], *ends: Action) -> Role:
 
 
 def _mma(scores: list[Action], sums: list[Action]) -> Role:
-    """Return the role of the MMA warp.  scores, sums: what QK and PV do between the waits for their
-    operands and the signal of their results."""
     return Role(
         MMA,
         (
@@ -146,7 +144,6 @@ def _scaled_steps(config: DecodeConfig) -> StepTable:
 
 
 def _fills(content: str, config: DecodeConfig) -> tuple[Action, ...]:
-    """Load K or V into one buffer, in NVFP4 with its scales, gathered ones into one of theirs."""
     if not config.nvfp4:
         return (fill("kv", content),)
     codes, scales = Copy(f"{content} codes"), Copy(f"{content} scales", "kv_scales")
@@ -156,7 +153,6 @@ def _fills(content: str, config: DecodeConfig) -> tuple[Action, ...]:
 
 
 def _scaled_rings(config: DecodeConfig) -> tuple[Ring, ...]:
-    """Return the rings, in NVFP4 those of K and V in tensor memory among them."""
     rings = (
         *RINGS,
         # In the bytes of Q's buffer, which is refilled when both have been read.
@@ -173,7 +169,6 @@ def _scaled_rings(config: DecodeConfig) -> tuple[Ring, ...]:
 
 
 def _convert(content: str, gathers: bool) -> tuple[Action, ...]:
-    """K or V from its codes and scales to tensor memory.  gathers: as of `DecodeConfig`."""
     ring = "scales" if gathers else "kv"
     return (
         wait("kv_loaded"),
@@ -191,8 +186,6 @@ def _convert(content: str, gathers: bool) -> tuple[Action, ...]:
 def _softmax(
     beside: tuple[Action, ...] = (), enter: tuple[Act, ...] = (), leave: tuple[Act, ...] = ()
 ) -> Role:
-    """Return the role.  beside: what it reads with each S.  enter, leave: what it does in a tile's
-    first step before all else, and in the last behind P."""
     results = [f"O{half}" for half in HALVES]
     return Role(
         "softmax",

@@ -50,7 +50,6 @@ RINGS = (
 # beginning.  Every later one is in the step before its write, where the first half of P is handed
 # over: `scores`, NOTE [stores hidden by exponentials].
 def _softmax(*read_s: Action) -> Role:
-    """Return the softmax's role.  read_s: what it does when S is in registers."""
     step = (
         wait("s_done"),
         read("s", "S"),
@@ -96,8 +95,6 @@ def _epilogue(o_slices: int) -> Role:
 
 
 def _multiply(*scales: Action) -> tuple[Act, ...]:
-    """Return what the MMA warp does: QK of the following step goes before PV.  scales: what it
-    waits for to have those of QK in tensor memory."""
     return (
         act(wait("q_loaded"), when=When.FIRST, is_ahead=True),
         act(
@@ -122,7 +119,6 @@ def _multiply(*scales: Action) -> tuple[Act, ...]:
 
 
 def forward_steps(config: ForwardConfig) -> StepTable:
-    """Return the table of the kernel's steps."""
     load = Role(
         "load",
         (

@@ -26,7 +26,6 @@ BACKWARD: dict[type, tuple[str, StepTable]] = {
 
 
 def plans_of(config: Any) -> tuple[PlanSteps, ...]:
-    """Return the plans in a configuration, or a plan of the backward, with their steps."""
     if isinstance(config, BackwardConfig):
         plans = config.dv, config.products, config.dkdv, config.dq
         return tuple(found for plan in plans for found in plans_of(plan))

@@ -61,12 +61,10 @@ class HopperBackward(BackwardEntry):
     def problem(
         self, scalars: CallScalars, operands: tuple[cute.Tensor, ...], batch: Any
     ) -> TileProblem:
-        """The tiles of a launch."""
         return self.tiles.problem(scalars, operands, batch)
 
     def copy_operation(self, box: str) -> Any:
-        """The DSL's TMA load of one of `boxes`; of some each CTA loads half of the columns for
-        both."""
+        """The DSL's TMA load of one of `boxes`; shared ones by halves of the columns."""
         if box in self.shared_boxes:
             return cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.CopyBulkTensorTileG2SOp()
@@ -110,7 +108,6 @@ class HopperBackward(BackwardEntry):
         scalars: CallScalars,
         order: TileOrder,
     ) -> BackwardContext:
-        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.plan.smem, self.dtype)
         return BackwardContext(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
@@ -120,7 +117,6 @@ class HopperBackward(BackwardEntry):
 
     @property
     def scheduled_warps(self) -> int:
-        """Return the warps of both CTAs that run the tile loop."""
         return self.warps.scheduled_warps
 
     # ------------------------------------------------------------------------------------- load
@@ -157,12 +153,10 @@ class HopperBackward(BackwardEntry):
         prefetch_tile(self._source(context, box), part, place)
 
     def _source(self, context: BackwardContext, box: str) -> TmaTensor:
-        """Return the TMA tensor of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(box)]
 
     def _loaded_part(self, context: BackwardContext, box: str, buffer: cute.Tensor) -> cute.Tensor:
-        """Return what this CTA's TMA load fills of a buffer, half of the columns where they share
-        it, as one of one stage."""
+        """Return what this CTA's load fills of a buffer, as one of one stage."""
         if box in self.shared_boxes:
             _, rows, columns = self.boxes[box]
             buffer = cute.local_tile(buffer, (rows, columns), (0, context.cta_rank))
@@ -178,8 +172,7 @@ class HopperBackward(BackwardEntry):
         result: cute.Tensor,
         states: RingStates,
     ) -> None:
-        """Issue S or dP of a step, a group of its own.  operands: A, which stays, and the buffers
-        of B, which come through the ring."""
+        """Issue S or dP, a group.  operands: A, which stays, and the ring's buffers of B."""
         a, b = operands
         state = states[f"{ring}_loaded"]
         context.barriers[f"{ring}_loaded"].wait(state)
@@ -211,8 +204,7 @@ class HopperBackward(BackwardEntry):
         first_row: Int32,
         head: Int32,
     ):
-        """The sums of 64 rows x 256 to global memory, in the result's type.  sequence: of the
-        result's rows.  first_row: of the warpgroup."""
+        """The sums of 64 rows x 256 to global memory.  first_row: of the warpgroup."""
         for number in cutlass.range_constexpr(2):
             row = first_row + row_of_fragment(number)
             target = result[sequence.offset + row, None, head, sequence.batch]

@@ -29,8 +29,7 @@ PIECES = DS_TILE // PIECE_ROWS
 
 @dataclass(frozen=True)
 class BackwardWarpPlan(WarpPlan):
-    """Warp indices and register budgets of one CTA. Two warpgroups multiply; of the third one warp
-    loads."""
+    """Warps and registers of one CTA: two warpgroups multiply, a warp of the third loads."""
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     load: int = 8
@@ -52,8 +51,7 @@ class BackwardWarpPlan(WarpPlan):
 
 @dataclass(frozen=True)
 class DvPlan:
-    """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step. q_stages,
-    dout_stages: buffers of Q, and of dO."""
+    """dV and dS: 256 keys of a cluster stay, 64 queries pass. q_stages, dout_stages: buffers."""
 
     q_stages: int = 1
     dout_stages: int = 2
@@ -73,7 +71,6 @@ class DvPlan:
 
     @property
     def cta_rows(self) -> int:
-        """Keys of a CTA."""
         return self.tile_rows // CTAS
 
     @property
@@ -206,7 +203,6 @@ class SinglePlan:
 
     @property
     def cta_rows(self) -> int:
-        """Rows of a CTA."""
         return self.tile_rows // CTAS
 
     @property
@@ -267,8 +263,6 @@ class SinglePlan:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """Fields of a `BackwardConfig` that are compiled into one kernel."""
-
     plan: DvPlan | ProductsPlan | SinglePlan
 
 
@@ -296,7 +290,6 @@ class BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """Return the configuration of a kernel, by its kind."""
         return GradientConfig(getattr(self, kind.removeprefix("backward_")))
 
     title: ClassVar[str] = "backward"

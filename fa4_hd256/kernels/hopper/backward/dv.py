@@ -76,8 +76,7 @@ STATS = {"q": "lse", "dout": "delta"}
 
 @dataclass(frozen=True)
 class DvOperands(SharedByReference):
-    """Descriptors of operands in shared memory: k, v of this warpgroup's keys; dout_columns: dO as
-    B of dV."""
+    """Descriptors in shared memory: k, v of this warpgroup's keys; dout_columns: B of dV."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -87,8 +86,7 @@ class DvOperands(SharedByReference):
 
 
 class DvTile(NamedTuple):
-    """A tile as a warpgroup works on it. mask: what hides its scores. ds_row: see
-    `KeyTiles.row_of_ds`."""
+    """A warpgroup's tile. mask: hides scores. ds_row: see `KeyTiles.row_of_ds`."""
 
     work: WorkTile
     mask: KeyMask | ListedKeyMask
@@ -135,14 +133,12 @@ class DvKernel(HopperBackward):
     # Steps come in whole blocks of dS: NOTE [blocks of dS] in `backward.ds_tiles`.
 
     def num_steps(self, context: BackwardContext, work: WorkTile) -> Int32:
-        """Steps of all query heads of the part in which some key of the tile is seen."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             return self.tiles.num_steps(context, work)
         blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
         return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
 
     def first_position(self, context: BackwardContext, work: WorkTile) -> Step:
-        """The first step of a tile."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             return self.tiles.first_position(context, work)
         tile = (work.block * TILE_KEYS, TILE_KEYS)
@@ -206,7 +202,6 @@ class DvKernel(HopperBackward):
     def _copy_queries(
         self, context: BackwardContext, name: str, work: WorkTile, step: Step, target: LoadTarget
     ) -> None:
-        """Issue these copies into a free buffer."""
         (barrier, buffer), stats = target, STATS[name]
         place = self.tiles.place_of_queries(context, work, step)
         self.load_box(context, name, place, barrier, context.smem[name][None, None, buffer])
@@ -262,7 +257,6 @@ class DvKernel(HopperBackward):
         num_steps: Int32,
         states: RingStates,
     ):
-        """Compute dV of one tile, and its dS."""
         barriers, step = context.barriers, self.first_position(context, work)
         tile = DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
         # P times the slope of its score, which is P where there is none.
@@ -334,8 +328,7 @@ class DvKernel(HopperBackward):
         step: Step,
         states: RingStates,
     ):
-        """P of one step in place of its scores, which are done; gives Q and LSE back.  p_slopes:
-        with slopes of the scores P times them, in 16 bits."""
+        """P of one step in place of its scores; gives Q and LSE back.  p_slopes: 16 bits."""
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
         stage = states["q_loaded"].index
         cute.autovec_copy(self.tiles.passing_stats(context, "lse", stage), negative_lse)
@@ -403,11 +396,9 @@ class DvKernel(HopperBackward):
     @traced("drain dV")
     @cute.jit
     def _finish(self, context: BackwardContext, work: WorkTile, dv: cute.Tensor):
-        """The tile's dV to global memory."""
         rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)
         self.store(dv, context.tensors.results[0], rows, first, work.head)
 
 
 def _run_of(fragment: cute.Tensor, run: int) -> cute.Tensor:
-    """A thread's four elements of a run of eight columns: two columns of two rows."""
     return cute.make_tensor(fragment.iterator + 4 * run, cute.make_layout(4))

@@ -40,8 +40,6 @@ class KeyMask(NamedTuple):
 
 
 class ListedKeyMask(NamedTuple):
-    """Facts that hide scores of a tile with a block mask: `KeyRows.mask` makes them."""
-
     listed: BlockList
     rank: Int32
     context: BackwardContext
@@ -49,15 +47,13 @@ class ListedKeyMask(NamedTuple):
 
 
 class KeyRows(KeyTiles):
-    """Keys of the tiles of a kernel, which owns it. Tiles: `KeyTiles`. functions: the kernel's
-    score_mod and mask_mod."""
+    """Keys of a kernel's tiles. Tiles: `KeyTiles`. functions: its score_mod and mask_mod."""
 
     def __init__(self, plan: DvPlan | SinglePlan, functions: KernelFunctions) -> None:
         self.plan, self.problem_class = plan, functions.problem_class
         self.functions = functions
 
     def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
-        """The first key of this warpgroup."""
         plan = self.plan
         first = work.block * plan.tile_rows + context.cta_rank * plan.cta_rows
         return first + this_warpgroup() * ROWS
@@ -72,13 +68,11 @@ class KeyRows(KeyTiles):
         return self.place_of_queries(context, work, step)
 
     def place_of_keys(self, context: BackwardContext, work: WorkTile) -> TilePlace:
-        """Return the place of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.cta_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
     def place_of_queries(self, context: BackwardContext, work: WorkTile, step: Step) -> TilePlace:
-        """Return the place of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
@@ -105,8 +99,7 @@ class KeyRows(KeyTiles):
         return locate
 
     def apply_mask(self, s: cute.Tensor, mask: KeyMask | ListedKeyMask, step: Step) -> None:
-        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0."""
+        """Scores of unseen queries := -inf; of keys past the end all: their dS has to be 0."""
         if isinstance(mask, KeyMask):
             self._apply_range(s, mask, step)
         elif self.functions.mask_function.exists:
@@ -127,7 +120,6 @@ class KeyRows(KeyTiles):
 
     @cute.jit
     def _apply_bits(self, s: cute.Tensor, mask: ListedKeyMask, step: Step):
-        """Mask a step that a block mask names, by its bits."""
         listed, rank, _, _ = mask
         parts = self.tile_steps
         keys = [this_warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
@@ -139,7 +131,6 @@ class KeyRows(KeyTiles):
 
     @cute.jit
     def _apply_function(self, s: cute.Tensor, mask: ListedKeyMask, step: Step):
-        """Mask a step by the function that says what is seen."""
         listed, rank, context, work = mask
         number = listed.bit_tile((step.head, step.index // self.tile_steps), rank)
         if number != FULL:

@@ -76,8 +76,7 @@ class Gemm(NamedTuple):
 
 
 class ProductsKernel(HopperBackward):
-    """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
-    `GemmTiles`."""
+    """Both GEMMs; arguments: `BackwardEntry.__call__`. Tiles: `GemmTiles`."""
 
     #: X is one of them.
     shared_boxes = ("q", "k")
@@ -189,7 +188,6 @@ class ProductsKernel(HopperBackward):
         return WgmmaShape(self.dtype, HEAD_DIM, a_mn_major=not of_keys, b_mn_major=True)
 
     def _operands(self, context: BackwardContext, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
-        """dS of this warpgroup's rows, and the rows it is multiplied with."""
         shape = self._shape(of_keys)
         # Rows, then what is reduced over.
         sizes: tuple[Any, Any] = (ROWS, (RUN, DS_TILE // RUN))
@@ -277,6 +275,5 @@ class ProductsKernel(HopperBackward):
         first_row: Int32,
         head: Int32,
     ):
-        """Store softmax_scale times the sums to global memory; see `store`."""
         sums.store(sums.load() * context.scalars.softmax_scale)
         self.store(sums, result, sequence, first_row, head)

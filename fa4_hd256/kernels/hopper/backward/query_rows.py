@@ -38,7 +38,6 @@ class QueryRows(QueryTiles):
         self.plan, self.problem_class = plan, functions.problem_class
 
     def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
-        """The first row of this warpgroup."""
         rank, group = context.cta_rank, this_warpgroup()
         return work.block * self.plan.tile_rows + rank * self.plan.cta_rows + group * ROWS
 
@@ -89,6 +88,5 @@ class QueryRows(QueryTiles):
     def stats_of(
         self, context: BackwardContext, mask: QueryMask, stages: tuple[Int32, Int32]
     ) -> tuple[StatOf, StatOf]:
-        """Return -LSE and -delta by element of a fragment; both belong to rows."""
         lse, delta = mask.stats
         return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

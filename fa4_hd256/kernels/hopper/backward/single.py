@@ -65,8 +65,7 @@ STATS = {"x": "lse", "y": "delta"}
 
 @dataclass(frozen=True)
 class SingleOperands(SharedByReference):
-    """Descriptors of operands in shared memory: a, g of this warpgroup's rows; columns: x or y as B
-    of the sum."""
+    """Descriptors: a, g of this warpgroup's rows; columns: x or y as B of the sum."""
 
     a: cute.Tensor
     g: cute.Tensor
@@ -76,8 +75,7 @@ class SingleOperands(SharedByReference):
 
 
 class SingleTile(NamedTuple):
-    """A tile as a warpgroup works on it. weights: A of the sum, dS or P of a step in 16 bits. mask:
-    what hides scores."""
+    """A warpgroup's tile. weights: A of the sum, dS or P in 16 bits. mask: hides scores."""
 
     work: WorkTile
     operands: SingleOperands
@@ -127,8 +125,6 @@ class SingleKernel(HopperBackward):
 
     @cute.jit
     def load(self, context: BackwardContext):
-        """a and g of a tile, x and y of each step with their LSE and delta; one warp of each
-        CTA."""
         states = RingStates.waiting(self.edges, "a_free", "x_free", "y_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -150,7 +146,6 @@ class SingleKernel(HopperBackward):
     def _load_stays(
         self, context: BackwardContext, work: WorkTile, position: Int32 | Step, states: RingStates
     ) -> RingStates:
-        """Load this CTA's rows of a and g."""
         barrier, _ = self.next_buffer(context, "a", states)
         for box, name in zip(self.stays, "ag"):
             place = self.tiles.places(context, box, work, position)
@@ -217,7 +212,6 @@ class SingleKernel(HopperBackward):
         num_steps: Int32,
         states: RingStates,
     ):
-        """The sum of one tile."""
         position, mask = self.tiles.first_position(context, work), self.tiles.mask(context, work)
         tile = SingleTile(work, operands, self.sum.a_fragment(STEP_COLUMNS), mask)
         context.barriers["a_loaded"].wait(states["a_loaded"])
@@ -281,7 +275,6 @@ class SingleKernel(HopperBackward):
         result: cute.Tensor,
         states: RingStates,
     ) -> RingStates:
-        """Issue S or dP; see `issue_scores`."""
         self.issue_scores(context, ring, operands, result, states)
         states.advance(f"{ring}_loaded")
         return states
@@ -322,8 +315,7 @@ class SingleKernel(HopperBackward):
         position: Int32 | Step,
         stages: tuple[Int32, Int32],
     ):
-        """P of one step in place of its scores; for dS times the slope of each.  stages: buffers of
-        x and y."""
+        """P in place of scores; for dS times the slope of each.  stages: of x and y."""
         slope_of = self.change_scores(context, s, tile.work, position)
         scale = scale_for_masking(context.scalars.scale_log2)
         negative_lse, _ = self.tiles.stats_of(context, tile.mask, stages)
@@ -337,7 +329,6 @@ class SingleKernel(HopperBackward):
     @traced("drain")
     @cute.jit
     def _finish(self, context: BackwardContext, work: WorkTile, sums: cute.Tensor):
-        """The tile's result to global memory."""
         if cutlass.const_expr(self.is_scaled):
             sums.store(sums.load() * context.scalars.softmax_scale)
         rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)

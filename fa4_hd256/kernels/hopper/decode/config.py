@@ -83,7 +83,6 @@ class E4m3WarpPlan(WarpPlan):
     )
 
     def gathering(self) -> E4m3WarpPlan:
-        """Return the plan with the warps that have no other role as those that gather."""
         taken = self.scheduler, self.queries
         return replace(
             self, load=None, gather=tuple(warp for warp in OTHER_WARPS if warp not in taken)
@@ -151,7 +150,6 @@ class E4m3Config:
         check_budgets(self)
 
     def gathering(self) -> E4m3Config:
-        """Return the configuration with warps that gather rows of K and V."""
         return replace(self, warps=self.warps.gathering())
 
     @property
@@ -179,7 +177,6 @@ class E4m3Config:
 
     @property
     def part_buffers(self) -> int:
-        """Parts of K in f16 that a thread has at once."""
         return QK_PARTS if self.is_roomy else 2
 
     @property
@@ -189,24 +186,20 @@ class E4m3Config:
 
     @property
     def value_parts(self) -> int:
-        """Parts of V's keys: one becomes f16 while the one before is multiplied."""
         if not self.nvfp4:
             return 1
         return 2 if self.is_roomy else 4
 
     @property
     def tile_bytes(self) -> int:
-        """A K or a V tile."""
         return int(BLOCK_KV * HEAD_DIM * self.kv_bytes)
 
     @property
     def scale_bytes(self) -> int:
-        """The scales of a tile."""
         return BLOCK_KV * HEAD_DIM // NVFP4_BLOCK if self.nvfp4 else 0
 
     @property
     def q_bytes(self) -> int:
-        """The rows of a tile."""
         return self.rows * HEAD_DIM * ELEMENT_BYTES
 
     @property
@@ -258,7 +251,6 @@ class E4m3Config:
         )  # fmt: skip
 
     def score_elements(self, mmas: int) -> int:
-        """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)
         return mmas // per_step * self.rows * BLOCK_KV
 

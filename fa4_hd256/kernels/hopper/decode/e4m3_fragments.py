@@ -56,8 +56,7 @@ def query_pairs(lane: Int32) -> list[tuple[tuple[int, int], Int32]]:
 
 
 def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[cute.Tensor]]:
-    """Return this thread's words of a tile of K: a piece of each part of the columns and of both
-    rows.  smem: buffers by name."""
+    """Return a thread's words of a K tile: a piece of each part of the columns, of both rows."""
     thread, tiles = cute.arch.thread_idx()[0], smem["kv_words"]
     piece = (2 * (thread % QUAD)) ^ (thread % WARP_SIZE // QUAD)
     tile = buffer * (2 * BLOCK_WORDS) + thread_key() * ROW_WORDS
@@ -71,8 +70,6 @@ def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[cute.Ten
 
 
 def read_values(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[Uint32]]:
-    """Return this thread's words of a tile of V, by eight keys and the two of each pair.  smem:
-    buffers by name."""
     thread, tiles = cute.arch.thread_idx()[0], smem["kv_words"]
     warpgroup, warp = thread // WARPGROUP_THREADS, thread // WARP_SIZE % 4
     quad, first_key = thread % WARP_SIZE // QUAD, thread % QUAD * 2
@@ -106,7 +103,6 @@ def convert_values(words: list[list[Uint32]], values: list[cute.Tensor]) -> None
 
 
 def _words(tiles: cute.Tensor, start: Int32, count: int) -> cute.Tensor:
-    """Some words of the buffers, from a multiple of their number on."""
     words = cute.make_rmem_tensor(count, Uint32)
     place = (tiles.iterator + start).align(count * WORD)
     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(count)), words)

@@ -85,8 +85,7 @@ class KeyFragments(ScaledSoftmax):
 
 
 class DecodeStep(NamedTuple):
-    """Keys of a step. first: this thread's first key. is_masked: static, some key may be invisible.
-    nodes: words of this thread's rows in a masked step with a tree mask, None in others."""
+    """Keys of a step. first: this thread's. nodes: words of its rows under a tree mask."""
 
     work: WorkTile
     first: Int32
@@ -129,7 +128,6 @@ class DecodeE4m3Kernel(HopperForward):
 
     @property
     def thread_rows(self) -> int:
-        """Rows of a thread, two of every eight: `_row`."""
         return self.config.rows // QUAD
 
     def kernel_tensors(
@@ -180,7 +178,6 @@ class DecodeE4m3Kernel(HopperForward):
         scalars: CallScalars,
         order: TileOrder,
     ) -> HopperE4m3DecodeContext:
-        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         smem, p = self._smem(memory)
         return HopperE4m3DecodeContext(
@@ -230,14 +227,12 @@ class DecodeE4m3Kernel(HopperForward):
     # ------------------------------------------------------------------------------------- load
 
     def _loads(self, warp: Int32) -> Any:
-        """Return True if a warp has K and V: one that loads, or several that gather."""
         if not self.gathers:
             return warp == self.warps.load
         return (warp != self.warps.scheduler) & (warp != self.warps.queries)
 
     @cute.jit
     def load(self, context: HopperE4m3DecodeContext):
-        """K and V of each step."""
         state = self.edges["kv_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -267,8 +262,7 @@ class DecodeE4m3Kernel(HopperForward):
         position: Any,
         state: RingState,
     ):
-        """A tile of K or V to the next buffer, once it is free.  position: the KV tile, as
-        `KeySource.first` returns it."""
+        """A tile of K or V to the next buffer.  position: the KV tile, as of `KeySource.first`."""
         loaded = context.barriers["kv_loaded"]
         context.barriers["kv_free"].wait(state)
         nvfp4_scales.begin_load(self, context, name, work, position, state)
@@ -289,7 +283,6 @@ class DecodeE4m3Kernel(HopperForward):
     @traced("Q to f16")
     @cute.jit
     def _bring_queries(self, context: HopperE4m3DecodeContext, stage: Int32):
-        """Bring the rows to f16 in their buffer, with their scales; by the consumers."""
         self.scaled_rows.scale(context, stage)
         synchronise(self.softmax_threads)
 
@@ -373,7 +366,6 @@ class DecodeE4m3Kernel(HopperForward):
         return softmax
 
     def _row(self, number: int) -> Int32:
-        """Return which row of the tile a thread's is."""
         run, which = divmod(number, 2)
         return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_GROUP + which)
 
@@ -386,7 +378,6 @@ class DecodeE4m3Kernel(HopperForward):
         key: Int32,
         state: RingState,
     ):
-        """Q in f16, and the scales of the tile, or of the first step's keys."""
         context.barriers["q_loaded"].wait(state)
         self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
@@ -411,8 +402,7 @@ class DecodeE4m3Kernel(HopperForward):
         is_masked: bool,
         kv: RingState,
     ):
-        """QK, softmax and PV of a step.  key, is_masked: see `DecodeStep`; key is right where it is
-        used."""
+        """QK, softmax and PV of a step.  key: right where it is used."""
         keys = DecodeStep(work, key, is_masked, self._nodes(context, work, is_masked))
         scores, kv = self._issue_qk(context, softmax, kv)
         words, kv = self._load_values(context, kv)
@@ -555,7 +545,6 @@ class DecodeE4m3Kernel(HopperForward):
     def _raise_maxima(
         self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
     ):
-        """Maxima over all keys of the step; O and sums rescaled."""
         largest = cute.make_rmem_tensor(self.thread_rows, Float32)
         for row in range(self.thread_rows):
             largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
@@ -645,7 +634,6 @@ class DecodeE4m3Kernel(HopperForward):
         work: WorkTile,
         inverses: cute.Tensor,
     ):
-        """O / sum to global memory, in the type of `out`."""
         for accumulator in softmax.o:
             self._multiply_columns(accumulator, inverses)
         columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]

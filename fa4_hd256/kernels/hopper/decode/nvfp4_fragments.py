@@ -65,8 +65,7 @@ def query_pairs(lane: Int32) -> list[tuple[tuple[int, int], Int32]]:
 
 
 def read_keys(smem: dict[str, cute.Tensor], buffer: Int32) -> list[list[Any]]:
-    """Return (words, scale) of both of this thread's rows of a tile of K, by part of the columns.
-    smem: buffers by name."""
+    """Return (words, scale) of both rows of a K tile, by part of the columns."""
     thread, codes = cute.arch.thread_idx()[0], smem["kv_words"]
     lane, key = thread % QUAD, thread_key()
     row = (buffer * BLOCK_KV + key) * ROW_WORDS
@@ -130,7 +129,6 @@ def read_values(smem: dict[str, cute.Tensor], buffer: Int32) -> list[tuple[Any, 
 
 
 def convert_values(loaded: list[tuple[Any, Any]], values: list[cute.Tensor]) -> None:
-    """Write A of both PV.  loaded: of `read_values`."""
     fragments = [cute.recast_tensor(operand, Uint32) for operand in values]
     for eight, (word, scales) in enumerate(loaded):
         at = 4 * (eight // 2) + 2 * (eight % 2)
@@ -141,7 +139,6 @@ def convert_values(loaded: list[tuple[Any, Any]], values: list[cute.Tensor]) -> 
 
 
 def _both(word: Any, byte: int) -> Any:
-    """A byte of a word, twice, in the low half."""
     return select_bytes(word, word, Uint32(byte | byte << 4))
 
 

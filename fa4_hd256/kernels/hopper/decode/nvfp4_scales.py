@@ -19,8 +19,7 @@ from .context import HopperE4m3DecodeContext
 
 
 def buffers(memory: SharedMemory, config: E4m3Config) -> dict[str, cute.Tensor]:
-    """Return the buffers of scales, by the names that loads and `nvfp4_fragments` have, and those
-    of codes by halves of words; none of other types."""
+    """Return the buffers of scales and of codes by halves of words, none of other types."""
 
     def flat(region: str, element_type: Any) -> cute.Tensor:
         return cute.make_tensor(memory.region(region, element_type, 1024), cute.make_layout(1))
@@ -42,8 +41,7 @@ def begin_load(
     position: Any,
     state: RingState,
 ) -> None:
-    """Begin the load of a tile of K or V, whose buffer is free: expect its bytes where TMA loads
-    it, and in NVFP4 load its scales.  position: see `DecodeE4m3Kernel._load_kv`."""
+    """Begin a K or V load into a free buffer: expect TMA's bytes; in NVFP4 load its scales."""
     loaded, head = context.barriers["kv_loaded"], work.head // context.heads_per_kv
     if not kernel.gathers:
         loaded.expect_bytes(state)

@@ -43,7 +43,6 @@ LEAST_SAVED, BESIDE_STEPS = 5 * BLOCK_KV, BLOCK_KV
 
 
 def check_stages(config: Any) -> None:
-    """Raise ValueError for fewer than two buffers of K or of V."""
     for name in ("k_stages", "v_stages"):
         if getattr(config, name) < 2:
             raise ValueError(
@@ -53,13 +52,11 @@ def check_stages(config: Any) -> None:
 
 
 def query_region(config: Any) -> SmemRegion:
-    """Return the buffers of Q, one for each warpgroup."""
     note = "64 rows x 256, of a warpgroup each"
     return SmemRegion.operand("q", config.warpgroups, config.q_bytes, note)
 
 
 def query_edges(config: Any) -> tuple[Edge, Edge]:
-    """Return the edges of the buffers of Q."""
     stages, warps = config.warpgroups, len(config.warps.consumers) // config.warpgroups
     return (
         Edge("q_loaded", stages, Signal.TMA_CTA, "load", 1, "consumers",
@@ -83,7 +80,6 @@ class ForwardWarpPlan(WarpPlan):
     registers_other: int = 24
 
     def gathering(self) -> ForwardWarpPlan:
-        """Return the plan with the last warpgroup's warps without a role as those that gather."""
         begin = len(self.consumers)
         others = range(begin, begin + WARPS_PER_WARPGROUP)
         return replace(
@@ -95,7 +91,6 @@ class ForwardWarpPlan(WarpPlan):
 
     @property
     def consuming_warpgroups(self) -> int:
-        """Warpgroups that work on rows."""
         return len(self.consumers) // WARPS_PER_WARPGROUP
 
     @property
@@ -192,16 +187,13 @@ class ForwardConfig:
 
     @property
     def block_q(self) -> int:
-        """Query rows of a CTA."""
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
     def tile_q(self) -> int:
-        """Query rows of a cluster."""
         return self.ctas * self.block_q
 
     def score_elements(self, mmas: int) -> int:
-        """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = WARPS_PER_WARPGROUP * (HEAD_DIM // 16 + self.block_kv // 16)
         return mmas // per_step * WARPGROUP_ROWS * self.block_kv
 
@@ -212,7 +204,6 @@ class ForwardConfig:
 
     @property
     def kv_bytes(self) -> int:
-        """A K or a V tile."""
         return self.block_kv * HEAD_DIM * ELEMENT_BYTES
 
     @property

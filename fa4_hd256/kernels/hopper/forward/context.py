@@ -22,8 +22,7 @@ class HopperForwardContext(ForwardContext):
 
 @dataclass(frozen=True)
 class Fragments(SharedByReference):
-    """Registers and descriptors that a thread of a warpgroup works on, tile after tile. p, o: P and
-    O in registers. q, k, v: descriptors of the operands."""
+    """A warpgroup thread's p, o: P and O in registers; q, k, v: descriptors."""
 
     p: cute.Tensor
     o: cute.Tensor
@@ -37,17 +36,12 @@ RowSoftmax = tuple[OnlineSoftmax, OnlineSoftmax]
 
 
 class Running(NamedTuple):
-    """State that a step of a warpgroup hands to the next one. k, v: states of the next tile of K,
-    and of V."""
-
     softmax: RowSoftmax
     k: RingState
     v: RingState
 
 
 class WarpgroupTile(NamedTuple):
-    """A tile as a warpgroup sees it: with the first of its queries, and the state of its Q."""
-
     work: WorkTile
     first_row: Int32
     q_loaded: RingState

@@ -46,8 +46,7 @@ from .warpgroup import ResultRow, WarpgroupForward
 
 
 class ForwardKernel(WarpgroupForward):
-    """The forward kernel for one configuration. Called under `cute.compile`; see `__call__` for the
-    arguments at run time."""
+    """The forward kernel for one configuration; arguments at run time: `__call__`."""
 
     pack = staticmethod(pack)
     result_row = ResultRow(
@@ -78,7 +77,6 @@ class ForwardKernel(WarpgroupForward):
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional, gate=gate)
 
     def kv_copy(self) -> tuple[Any, int, int]:
-        """Return (operation, rows, columns) of a box of K or V."""
         config = self.config
         operation = (
             cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -116,8 +114,7 @@ class ForwardKernel(WarpgroupForward):
 
     @cute.jit
     def load(self, context: HopperForwardContext):
-        """Fetch what the MMAs need: K and Q of a tile's first step, then K of a step before V of
-        the one before it.  Warps that gather leave Q to `load_queries`."""
+        """Fetch K and Q of a tile's first step, then K of a step before V of the one before."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
         k_free, v_free = edges["k_free"].waiter_state(), edges["v_free"].waiter_state()
@@ -156,7 +153,6 @@ class ForwardKernel(WarpgroupForward):
 
     @cute.jit
     def load_queries(self, context: HopperForwardContext):
-        """Fetch Q of each tile, where warps gather K and V."""
         q_free = RingState(1, Int32(0), Int32(1))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -181,8 +177,7 @@ class ForwardKernel(WarpgroupForward):
         position: Any,
         state: RingState,
     ):
-        """One tile of K or V, or this CTA's columns of it for both CTAs.  position: the KV tile, as
-        `KeySource.first` returns it."""
+        """A tile of K or V, or this CTA's columns for both.  position: as of `KeySource.first`."""
         loaded = context.barriers[f"{name}_loaded"]
         context.barriers[f"{name}_free"].wait(state)
         if cutlass.const_expr(self.gathers):
@@ -239,7 +234,6 @@ class ForwardKernel(WarpgroupForward):
         )
 
     def _softmax(self, context: HopperForwardContext) -> OnlineSoftmax:
-        """The online softmax of one row, which the lanes of a quad share."""
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2,
@@ -260,8 +254,7 @@ class ForwardKernel(WarpgroupForward):
         work: WorkTile,
         q_loaded: RingState,
     ):
-        """Run a tile's steps that a block mask lists; both warpgroups take part in all of them.
-        Returns as `_range_tile`."""
+        """Run the steps that a block mask lists, in both warpgroups. Returns as `_range_tile`."""
         steps, warpgroup = self.step_list(context, work), q_loaded.index
         num_steps = steps.count
         self._clear(fragments, running)
@@ -338,6 +331,5 @@ class ForwardKernel(WarpgroupForward):
             self.functions.mask_function.hide(scores, places, keys.mask)
 
     def _locator(self, tile: WarpgroupTile, key: Int32) -> Locate:
-        """Return (query head, query, key) of the scores of a fragment, by number."""
         rows, packed = self.query_rows, self.problem_class.packed_heads
         return locator(tile, key, self.config.block_kv, rows, packed)

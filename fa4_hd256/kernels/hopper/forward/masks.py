@@ -51,8 +51,7 @@ def hide_by_range(
     keys: StepKeys,
     sizes: tuple[int, int],
 ) -> None:
-    """Set the scores of a thread's row of that number, of keys outside its range, to -inf.  sizes:
-    rows of a query, keys of a step."""
+    """Set scores outside a row's range to -inf.  sizes: rows of a query, keys of a step."""
     query_rows, block = sizes
     query = tile.first_row + row_of_fragment(number) // query_rows
     first_key = keys.first + cute.arch.thread_idx()[0] % QUAD * 2
@@ -63,8 +62,7 @@ def hide_by_range(
 
 @cute.jit
 def hide_by_bits(row: cute.Tensor, number: int, bits: ListedBits, columns: int):
-    """Scores of a thread's row of that number, of keys without a bit := -inf.  columns: of the
-    fragment."""
+    """Scores of keys without a bit := -inf.  columns: of the fragment."""
     if bits.is_partial:
         hide_unseen(row, bits.words[number], fragment_columns(columns))
 

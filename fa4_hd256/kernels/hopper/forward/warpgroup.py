@@ -136,7 +136,6 @@ class WarpgroupForward(HopperForward):
         scalars: CallScalars,
         order: TileOrder,
     ) -> HopperForwardContext:
-        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         rank = Int32(0)
         if self.config.ctas > 1:
@@ -150,13 +149,11 @@ class WarpgroupForward(HopperForward):
 
     @property
     def scheduled_warps(self) -> int:
-        """Return the warps of a cluster that run the tile loop."""
         return self.config.ctas * self.warps.scheduled_warps
 
     def first_row(
         self, context: HopperForwardContext, work: WorkTile, warpgroup: Int32 | int
     ) -> Int32:
-        """The first query of a warpgroup's part of a tile."""
         first = work.block * self.tile_queries + context.cta_rank * self.block_queries
         return first + warpgroup * self.part_queries
 
@@ -189,7 +186,6 @@ class WarpgroupForward(HopperForward):
             )
 
     def _prefetch_rows(self, context: HopperForwardContext, source: Any, work: WorkTile) -> None:
-        """Prefetch into L2 what `_load_rows` is to load."""
         for warpgroup in range(self.config.warpgroups):
             place = self._rows_of(context, work, warpgroup)
             prefetch_tile(source, context.smem["q"], place, self.query_rows)
@@ -197,7 +193,6 @@ class WarpgroupForward(HopperForward):
     def _rows_of(
         self, context: HopperForwardContext, work: WorkTile, warpgroup: int
     ) -> tuple[Any, ...]:
-        """Return where the rows of a warpgroup lie in Q (`tma_tile`)."""
         return context.query(work), self.first_row(context, work, warpgroup), 0, work.head
 
     def _take_gate(
@@ -222,8 +217,7 @@ class WarpgroupForward(HopperForward):
         work: WorkTile,
         q_loaded: RingState,
     ):
-        """Run all steps of a tile; this warpgroup takes part in its own.  Returns (running, state
-        of its Q) for the next tile."""
+        """Run a tile's steps, this warpgroup its own. Returns (running, Q's state) for the next."""
         visibility = context.visibility(work, self.config.block_kv)
         first_query = work.block * self.tile_queries
         num_steps = visibility.num_tiles(first_query, self.tile_queries)
@@ -253,7 +247,6 @@ class WarpgroupForward(HopperForward):
     def _warpgroup_tiles(
         self, visibility: Visibility, tile: WarpgroupTile
     ) -> tuple[TileRange, Int32]:
-        """Return (KV tiles, their number) that the rows of a warpgroup take part in."""
         first_query = tile.work.block * self.tile_queries
         part = (tile.first_row, self.part_queries)
         if cutlass.const_expr(self.config.skips and not self.problem_class.split):
@@ -287,8 +280,7 @@ class WarpgroupForward(HopperForward):
         tile: WarpgroupTile,
         tiles: TileRange,
     ):
-        """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
-        while the softmax of that one does.  tiles: KV tiles of this warpgroup."""
+        """All steps of a tile: QK before PV of the step before, which hides the softmax."""
         block, by_place = self.config.block_kv, self.functions.change.by_place
         key, nodes = (tiles.end - 1) * block, self._nodes(context, tile)
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
@@ -389,8 +381,7 @@ class WarpgroupForward(HopperForward):
         return running
 
     def _wait_for(self, context: HopperForwardContext, loaded: str, state: RingState) -> None:
-        """Wait for a tile of K or V, which the MMAs read through the async proxy: TMA writes
-        through it, cp.async does not."""
+        """Wait for a tile that MMAs read through the async proxy, which cp.async does not write."""
         context.barriers[loaded].wait(state)
         if self.gathers:
             cute.arch.fence_view_async_shared()
@@ -413,13 +404,11 @@ class WarpgroupForward(HopperForward):
     def _give_back_k(
         self, context: HopperForwardContext, k_loaded: RingState, q_loaded: RingState, left: Int32
     ):
-        """QK of a step is done: K is free, and Q with the tile's last.  left: steps behind it."""
         context.barriers["k_free"].arrive(k_loaded)
         if left == 0:
             context.barriers["q_free"].arrive(q_loaded)
 
     def _nodes(self, context: HopperForwardContext, tile: WarpgroupTile) -> tuple[Any, ...]:
-        """The words of both rows of a thread, `NO_NODES` where rows have none."""
         rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
         return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
 

@@ -34,7 +34,6 @@ FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.N
 
 
 def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...]) -> StepTable:
-    """loads: of the load warp.  acts: of a warpgroup."""
     return StepTable(
         rings,
         roles=(Role("load", loads, claims=CLAIM_STEPS), Role("gradient", acts, parts=WARPGROUPS)),
@@ -57,8 +56,7 @@ def _passing(content: str, ring: str, *stats: str) -> Action:
 
 
 def dv_steps(capped: bool) -> StepTable:
-    """Return the steps of dV and dS.  capped: with slopes of scores S of a step follows dS of the
-    one before."""
+    """Return the steps. capped: with slopes S of a step follows dS of the one before."""
     score = (wait("q_loaded"), multiply("S", read("k", "K"), read("q", "Q")))
     gradient = wait("dout_loaded"), multiply("dP", read("v", "V"), read("dout", "dO"))
     total = (multiply("dV", read("dout", "dO")),)
@@ -128,8 +126,7 @@ PASSES = {"dq": ("K", "V"), "dk": ("Q", "dO"), "dv": ("Q", "dO")}
 
 
 def single_steps(result: str, capped: bool) -> StepTable:
-    """Return the steps of one gradient by itself, "dq", "dk" or "dv".  capped: with slopes of
-    scores dP follows P."""
+    """Return the steps of "dq", "dk" or "dv".  capped: with slopes dP follows P."""
     x, y = PASSES[result]
     stays, of_ds = STAYS[result], result != "dv"
     lse = ("LSE",) if result != "dq" else ()

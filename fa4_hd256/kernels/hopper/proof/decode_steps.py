@@ -30,8 +30,7 @@ from ..decode.config import QK_PARTS, E4m3Config
 
 
 def decode_steps(config: E4m3Config) -> StepTable:
-    """Return the table.  Each part of K is converted and multiplied by itself; the MMAs of all are
-    one group where registers have room for all."""
+    """Return the table: parts of K by themselves, one group where registers have room."""
     load = Role(
         "gather" if config.gathers else "load",
         (Act(tuple(fill("kv", *_copies(content, config.nvfp4)) for content in "KV")),),
@@ -61,13 +60,11 @@ def decode_steps(config: E4m3Config) -> StepTable:
 
 
 def _copies(content: str, has_scales: bool) -> tuple[Copy | str, ...]:
-    """Return the copies of a tile of K or V, in NVFP4 with its scales."""
     return (content, Copy(f"s{content}", "kv_scales")) if has_scales else (content,)
 
 
 def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Return (QK, what uses the results of those that have not been waited for).  A part's
-    registers are written again when its MMA is done."""
+    """Return (QK, uses of unfinished results).  A part's registers wait for its MMA."""
     queries = read("q", "Q")
     if buffers == parts:
         return (multiply("QK", queries),), (touch("QK"),)
@@ -81,6 +78,5 @@ def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[
 
 
 def _take(content: str, has_scales: bool) -> tuple[Action, ...]:
-    """A tile to registers, in NVFP4 with its scales."""
     scales = (read("kv", f"s{content}"),) if has_scales else ()
     return wait("kv_loaded"), read("kv", content), *scales, arrive("kv_free")

@@ -72,7 +72,6 @@ class ByWarpgroup:
 
 
 def q_name(warpgroup: int) -> str:
-    """Return the name of the ring of a warpgroup's Q."""
     return f"q{warpgroup}"
 
 

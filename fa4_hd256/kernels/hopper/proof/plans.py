@@ -42,8 +42,7 @@ class HopperPlanSteps(PlanSteps):
 
 
 def plans_of(config: Any) -> tuple[HopperPlanSteps, ...]:
-    """Return the plans in a configuration, or a plan of the backward, with their steps; first those
-    of calls whose scores have no slopes."""
+    """Return the plans with their steps, those without slopes first."""
     if isinstance(config, BackwardConfig):
         plans = config.dv, config.products, config.single_dq, config.single_dk, config.single_dv
         return tuple(found for plan in plans for found in plans_of(plan))

@@ -111,8 +111,7 @@ class DvMxfp8Plan(DvPlan):
 
 @dataclass(frozen=True)
 class ProductsMxfp8Plan(ProductsPlan):
-    """dK and dQ in mxfp8 from a stored dS: 256 rows of a pair, 128 of the sum in each step. stages:
-    steps whose operands are in SMEM at a time."""
+    """dK and dQ in mxfp8 from a stored dS: 256 rows of a pair, 128 of the sum in each step."""
 
     stages: int = 6
 
@@ -175,7 +174,6 @@ class Mxfp8BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted in mxfp8: 1 or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """Return the configuration of a kernel, by its kind in `catalogue.KINDS`."""
         return {
             "backward_dv_mxfp8": GradientConfig(self.dv, self.ex2_pattern),
             "backward_products_mxfp8": GradientConfig(self.products),

@@ -58,8 +58,6 @@ class QuantizedDs(NamedTuple):
 
 @dataclass(frozen=True)
 class Mxfp8DsStore(DsStore):
-    """The stores of dS of the kernel in mxfp8: `backward.mxfp8_ds`."""
-
     registers: ClassVar[int] = 2 * WORDS + 2
 
     def tile_numbered(self, ds: cute.Tensor, number: Int32) -> cute.Tensor:
@@ -68,8 +66,7 @@ class Mxfp8DsStore(DsStore):
         return _one(first)
 
     def store(self, step: StepDs | None, half: int) -> None:
-        """Store half of this thread's dS of a step, if there is any; with the second its scales.
-        The quads of a warp store 128 consecutive bytes."""
+        """Store half of this thread's dS of a step; with the second half its scales."""
         if step is None:
             return
         (number, thread), base = quad(), step.tile.iterator
@@ -88,7 +85,6 @@ class Mxfp8DsStore(DsStore):
 
 
 def _store_scales(base: cute.Pointer, of_key: Int32, of_queries: Int32) -> None:
-    """Store this thread's scales to the atoms of a tile."""
     number, thread = quad()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     # Row r, block c: byte r % 32 * 16 + r // 32 * 4 + c.
@@ -122,8 +118,7 @@ def _one(pointer: cute.Pointer) -> cute.Tensor:
 
 
 def round_p(factors: cute.Tensor, words: cute.Tensor, half: int) -> None:
-    """Round P of one half of a thread's keys to words of e4m3 as `tmem_store_quads` takes them:
-    word j + 2 m of thread t has key 8 j + quad and the queries 16 m + 4 t to 16 m + 4 t + 3."""
+    """Round P of one half of a thread's keys to words of e4m3 as `tmem_store_quads` takes them."""
     thread = quad()[1]
     lane = cute.arch.lane_idx() - thread
     # Threads 2 t % 4 and the next one have these queries, in the first or second of their pairs.
@@ -166,8 +161,7 @@ def quantize_ds(ds: cute.Tensor, target: cute.Tensor) -> None:
 
 
 def _word(values: cute.Tensor, j: int, m: int, scales: Any) -> Int32:
-    """Return the codes of queries 2 t, 2 t + 1 of the runs of 8 number 2 m and 2 m + 1.  values: of
-    `quad_fragment`; scales: of each, by run."""
+    """Return the codes of queries 2 t, 2 t + 1 of runs 2 m and 2 m + 1.  scales: by run."""
     scaled: list[Float32] = []
     for k in range(2):
         pair = values[0, j, 2 * m + k], values[1, j, 2 * m + k]
@@ -210,8 +204,7 @@ def _query_scales(ds: cute.Tensor) -> tuple[list[Int32], Int32]:
 
 
 def _largest(values: list[Float32]) -> Int32:
-    """Return the bits of the largest magnitude: max.f32 of three (PTX ISA 9.7.3.12), whose
-    operands' signs cost nothing."""
+    """Return the bits of the largest magnitude: max.f32 of three (PTX ISA 9.7.3.12)."""
     lines = [".reg .f32 found, a, b;", "abs.f32 found, {$r0};"]
     for i in range(1, len(values), 2):
         lines.append(f"abs.f32 a, {{$r{i}}};")
@@ -242,8 +235,7 @@ def _scattered_max(values: list[Int32], exchanges: tuple[tuple[int, Int32], ...]
 
 
 def _bytes_of(pair: list[Int32]) -> tuple[Int32, Int32]:
-    """Return the bytes of the inverse scales, and of the scales, of two magnitudes: NOTE [2^8
-    times]."""
+    """Return the bytes of the inverse scales and scales of two magnitudes: NOTE [2^8 times]."""
     low, high = (
         cutlass.max((bits + ROUND_UP >> SIGNIFICAND_BITS) - (EXPONENT + P_LOG2), Int32(0))
         for bits in pair
@@ -253,8 +245,7 @@ def _bytes_of(pair: list[Int32]) -> tuple[Int32, Int32]:
 
 
 def _gathered(own: Int32, exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
-    """Return the bytes of all lanes, in the order of the values that `_scattered_max` took; the
-    exchanges are its own in reverse.  own: the two bytes of this lane."""
+    """Return the bytes of all lanes by the exchanges of `_scattered_max` in reverse."""
     distance, side = exchanges[0]
     other = cute.arch.shuffle_sync_bfly(own, offset=distance)
     is_first = side == 0

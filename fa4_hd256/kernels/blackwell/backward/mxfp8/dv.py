@@ -107,7 +107,6 @@ class DvMxfp8Kernel(BlackwellBackward):
         return operand_views(operands)
 
     def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
-        """Return those of the base, then those of the scales of each."""
         return *super().tma_tensors(operands, ds), *scale_tensors(self.boxes, operands)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
@@ -148,13 +147,11 @@ class DvMxfp8Kernel(BlackwellBackward):
     def load_dp(
         self, context: Mxfp8BackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
-        """Load this CTA's 64 rows of dO."""
         return self._load_piece(context, "dout", work, step, rings)
 
     def load_sum(
         self, context: Mxfp8BackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
-        """Load this CTA's half of the columns of dO: B of dV."""
         return self._load_piece(context, "dout_t", work, step, rings)
 
     def _load_piece(
@@ -246,7 +243,6 @@ class DvMxfp8Kernel(BlackwellBackward):
     def _copied(
         self, context: Mxfp8BackwardContext, name: str, buffers: str, index: Int32 | int
     ) -> Int32:
-        """Copy the scales of an operand to tensor memory; return where they lie."""
         target = context.tmem.toint() + self.tmem_plan[f"{name}_scales"].start
         copy_scales(target, context.smem[buffers][None, None, index].iterator, ATOMS)
         return target
@@ -291,8 +287,7 @@ class DvMxfp8Kernel(BlackwellBackward):
         states: RingStates,
         place: TileStep,
     ):
-        """P of one step times 2^P_LOG2, in float32 and in e4m3.  before: dS of the step before,
-        which leaves meanwhile."""
+        """P of one step times 2^P_LOG2, in float32 and e4m3.  before: dS of the step before."""
         factors, p, _ = registers
         states = self.take_scores(context, factors, tmem_load_quads, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
@@ -354,7 +349,6 @@ class DvMxfp8Kernel(BlackwellBackward):
         return states
 
     def _store_p_scales(self, address: Any) -> None:
-        """Store the scales of P behind those of a warpgroup.  address: of its half of dP."""
         region = self.tmem_plan["p_scales"]
         words = cute.make_rmem_tensor(region.columns, Int32)
         words.fill(P_SCALES)

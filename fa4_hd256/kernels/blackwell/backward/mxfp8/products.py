@@ -55,8 +55,7 @@ BY_KEYS = OperandLayout(
 
 
 class ProductsMxfp8Kernel(BlackwellBackward):
-    """Both GEMMs in mxfp8; the arguments are those of `ProductsKernel`, with the operands of
-    `scaled`.  The roles are that kernel's own but for a step's loads and MMA."""
+    """Both GEMMs in mxfp8; the arguments are `ProductsKernel`'s, with `scaled` operands."""
 
     context_class = Mxfp8BackwardContext
     tiles: SumTiles
@@ -82,7 +81,6 @@ class ProductsMxfp8Kernel(BlackwellBackward):
         return operand_views(operands)
 
     def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
-        """Return those of the base, of their scales, then of the codes of dS and their scales."""
         loads = *super().tma_tensors(operands, ds), *scale_tensors(self.boxes, operands)
         return *loads, *(_tma_view(ds, is_scale) for is_scale in (False, True))
 
@@ -155,8 +153,6 @@ class ProductsMxfp8Kernel(BlackwellBackward):
 
 
 def _tma_view(ds: cute.Tensor, is_scale: bool) -> TmaTensor:
-    """The TMA tensor of the codes of dS, or of their scales: (rows, columns, for dK or dQ, tiles of
-    a query head, heads)."""
     load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
     rows, columns = (1, ATOM_ELEMENTS) if is_scale else BOX
     heads, units, of_unit, _ = ds.shape

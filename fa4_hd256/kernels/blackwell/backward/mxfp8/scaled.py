@@ -34,7 +34,6 @@ class Mxfp8BackwardContext(ScaleTiles, BlackwellBackwardContext):
 
 
 def operand_views(operands: tuple[cute.Tensor, ...]) -> tuple[cute.Tensor, ...]:
-    """Return codes, two in an element, as (rows, 128, heads, batch); scales as they are."""
     codes = tuple(by_sequence(tensor, columns=ROW_ELEMENTS) for tensor in operands[:COUNT])
     return *codes, *operands[COUNT:]
 
@@ -42,7 +41,6 @@ def operand_views(operands: tuple[cute.Tensor, ...]) -> tuple[cute.Tensor, ...]:
 def scale_tensors(
     boxes: dict[str, tuple[int, int, int]], operands: tuple[cute.Tensor, ...]
 ) -> tuple[TmaTensor, ...]:
-    """Return the TMA tensors of the scales of each of a kernel's boxes."""
     return tuple(scale_tensor(operands[COUNT + box[0]]) for box in boxes.values())
 
 

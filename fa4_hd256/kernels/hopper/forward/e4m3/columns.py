@@ -94,7 +94,6 @@ class ColumnsKernel:
 
 
 def _words_at(memory: cute.Pointer) -> cute.Tensor:
-    """Return the words of a tile in shared memory."""
     words = cute.recast_ptr(memory.align(PIECE), dtype=Uint32)
     return cute.make_tensor(words, cute.make_layout(TILE_BYTES // WORD))
 
@@ -105,5 +104,4 @@ def _place(row: Int32, piece: Int32) -> Int32:
 
 
 def _piece(words: cute.Tensor, first: Int32) -> cute.Tensor:
-    """Return the 16 bytes from a word on whose number is a multiple of 4."""
     return cute.make_tensor((words.iterator + first).align(PIECE), cute.make_layout(PIECE_WORDS))

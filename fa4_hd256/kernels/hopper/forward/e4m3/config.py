@@ -74,8 +74,7 @@ MOST_ROWS = 1536
 
 @dataclass(frozen=True)
 class E4m3ForwardWarpPlan(WarpPlan):
-    """Warp indices and register budgets of one CTA: two warpgroups work on 64 query rows each, the
-    third one has the other roles."""
+    """Warps and registers of one CTA: two warpgroups of 64 query rows, a third for the rest."""
 
     consumers: tuple[int, ...] = tuple(range(WARPGROUPS * WARPS_PER_WARPGROUP))
     load: int = 8
@@ -153,11 +152,9 @@ class E4m3ForwardConfig:
 
     @property
     def transposes(self) -> bool:
-        """Return True if warps of the kernel transpose V; else a launch before it has."""
         return self.warps.transposers is not None
 
     def gathering(self) -> E4m3ForwardConfig:
-        """Raise NotImplementedError: no warps gather rows of K and V."""
         raise NotImplementedError(
             "q, k and v in torch.float8_e4m3fn with a page_size that is no multiple of 16: not "
             "offered on sm_90a; accepted there: pages of a multiple of 16 rows, or q in "
@@ -183,16 +180,13 @@ class E4m3ForwardConfig:
 
     @property
     def block_q(self) -> int:
-        """Query rows of a CTA."""
         return WARPGROUPS * WARPGROUP_ROWS
 
     @property
     def tile_q(self) -> int:
-        """Query rows of a cluster."""
         return self.ctas * self.block_q
 
     def score_elements(self, mmas: int) -> int:
-        """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = WARPS_PER_WARPGROUP * (HEAD_DIM // 32 + BLOCK_KV // 32)
         return mmas // per_step * WARPGROUP_ROWS * BLOCK_KV
 
@@ -203,7 +197,6 @@ class E4m3ForwardConfig:
 
     @property
     def kv_bytes(self) -> int:
-        """A tile of K, of V or of V^T."""
         return BLOCK_KV * HEAD_DIM
 
     @property

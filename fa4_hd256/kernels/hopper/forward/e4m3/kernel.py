@@ -59,8 +59,7 @@ PAIRS = HEAD_DIM // 2  # of a row's bytes, as TMA has them
 
 
 class ForwardE4m3Kernel(WarpgroupForward):
-    """The kernel for one configuration. Called under `cute.compile`; see `ForwardCommon.__call__`
-    for the arguments at run time."""
+    """The kernel for one configuration; arguments at run time: `ForwardCommon.__call__`."""
 
     q_bytes = kv_bytes = 1
     v_loaded, v_free = "columns_written", "columns_free"
@@ -92,7 +91,6 @@ class ForwardE4m3Kernel(WarpgroupForward):
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
 
     def launch_before(self, operands: tuple[cute.Tensor, ...], optional: Any, stream: Any) -> None:
-        """Launch the transposition of V, where no warps of the kernel do it."""
         if not self.config.transposes:
             ColumnsKernel().launch(operands[2], _columns(optional), stream)
 
@@ -166,7 +164,6 @@ class ForwardE4m3Kernel(WarpgroupForward):
     def _load_k(
         self, context: HopperForwardContext, work: WorkTile, position: Any, state: RingState
     ):
-        """One tile of K.  position: the KV tile, as of `KeySource.first`."""
         loaded = context.barriers["k_loaded"]
         context.barriers["k_free"].wait(state)
         loaded.expect_bytes(state)
@@ -179,7 +176,6 @@ class ForwardE4m3Kernel(WarpgroupForward):
     def _load_v(
         self, context: HopperForwardContext, work: WorkTile, position: Any, state: RingState
     ):
-        """One tile of V, or of V^T where that is in global memory."""
         loaded = context.barriers["v_loaded" if self.config.transposes else "columns_written"]
         context.barriers[self.buffer_free].wait(state)
         loaded.expect_bytes(state)
@@ -230,8 +226,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     @traced("transpose V")
     @cute.jit
     def _transpose(self, context: HopperForwardContext, keys: Int32, state: RingState):
-        """Transpose one tile.  The MMAs read through the async proxy what is written here.  state:
-        of V, and of V^T, which has as many buffers."""
+        """Transpose one tile; MMAs read it through the async proxy.  state: of V and of V^T."""
         barriers, smem = context.barriers, context.smem
         barriers["v_loaded"].wait(state)
         barriers["columns_free"].wait(_as_free(state))
@@ -277,7 +272,6 @@ class ForwardE4m3Kernel(WarpgroupForward):
         )
 
     def _softmax(self, context: HopperForwardContext, work: WorkTile) -> OnlineSoftmax:
-        """The online softmax of one row, which the lanes of a quad share, with a tile's scale."""
         config, scale = self.config, context.scalars.scale_log2
         if not self.problem_class.softcap:
             scale = self._scaled(context, work, scale)
@@ -293,11 +287,9 @@ class ForwardE4m3Kernel(WarpgroupForward):
         )
 
     def _clear(self, fragments: Fragments, running: Running) -> None:
-        """Clear O; the maxima and sums are those of a softmax made for the tile."""
         fragments.o.fill(0.0)
 
     def _scaled(self, context: HopperForwardContext, work: WorkTile, scale: Float32) -> Float32:
-        """Return a scale of scores times the scales of Q and K."""
         descale = context.score_descale(work)
         return scale if descale is None else scale * descale
 
@@ -330,8 +322,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
 
 
 def _columns(optional: Any) -> cute.Tensor:
-    """Return the memory for V^T as (256, 64 pairs of keys, heads, batch x tiles); it is the last of
-    what a call has that needs it."""
+    """Return the memory for V^T as (256, 64 pairs of keys, heads, batch x tiles)."""
     memory = tuple(optional)[-1]
     entries, heads, _, _ = memory.shape
     rows, pairs = HEAD_DIM, BLOCK_KV // 2
@@ -348,8 +339,7 @@ def _as_free(loaded: RingState) -> RingState:
 
 
 def _codes(memory: SharedMemory, name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
-    """Return a region as rows x columns x stages of e4m3, an operand of wgmma: as
-    `operands.smem_layout` has it, with 128 columns to a block."""
+    """Return a region as rows x columns x stages of e4m3, 128 columns to a block: `smem_layout`."""
     block = cute.make_layout((8, 128), stride=(128, 1))
     atom = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, block)
     layout = cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))

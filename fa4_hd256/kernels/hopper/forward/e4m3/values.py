@@ -112,8 +112,7 @@ def _pick(first: Uint32, second: Uint32, which: str) -> Uint32:
 
 
 def pack_codes(values: cute.Tensor, fragment: cute.Tensor) -> None:
-    """Round float32 values of an accumulator to e4m3, into the fragment of an A: NOTE [V by
-    columns]."""
+    """Round an accumulator's values to e4m3, into the fragment of an A: NOTE [V by columns]."""
     words = cute.recast_tensor(fragment, Int32)
     for number in range(cute.size(words)):
         sixteen, row = divmod(number, 2)
@@ -131,7 +130,6 @@ def ordered(values: cute.Tensor) -> cute.Tensor:
 
 
 def lane_columns() -> list[Columns]:
-    """Return which columns of a row of 256 a lane has after `ordered`."""
     lane = cute.arch.thread_idx()[0] % QUAD
     return [Columns(4 * n, n * PIECE + 4 * lane, 4) for n in range(HEAD_DIM // PIECE)]
 
@@ -170,7 +168,6 @@ def exchanged_pieces(values: cute.Tensor, dtype: Any) -> list[cute.Tensor]:
 
 
 def store_pieces(pieces: list[cute.Tensor], out: cute.Tensor, dtype: Any) -> None:
-    """Store what `exchanged_pieces` returns: 16 bytes per lane, two lanes side by side."""
     lane = cute.arch.thread_idx()[0] % QUAD
     place = lane % 2 * 2 + lane // 2
     eights = cute.logical_divide(out, cute.make_layout(8))
