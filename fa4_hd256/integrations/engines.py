@@ -36,9 +36,8 @@ _SLOPES = FunctionClass(ALIBI, ("float32 1",))
 def our_options(
     library: Library, function: str, options: dict[str, Any], q: torch.Tensor, k: torch.Tensor
 ) -> dict[str, Any]:
-    """Return the honoured options under our names. Another kernel's plan is dropped, and so are
-    scales of tensors that are not in float8, which engines pass always. Raises as `Library.refuse`
-    does."""
+    """Return honoured options under our names, without plans, and scales only of float8. Raises as
+    `Library.refuse`."""
     library.refuse(function, options)
     dropped: set[str] = set()
     for tensor, names in ((q, (Q_DESCALE,)), (k, KV_DESCALES)):

@@ -188,7 +188,6 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
 def _key_and_tensors(
     text: str, tensors: list[torch.Tensor]
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Return the key and the tensors of a traced function."""
     key = f"flex_attention_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return key, tuple(map(_as_read, tensors))
 

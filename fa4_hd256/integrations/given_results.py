@@ -90,7 +90,6 @@ def gradients_of_results(
 
 
 def check_ds_bytes(ds_bytes: Any) -> None:
-    """Raise TypeError unless ds_bytes is an int or None, ValueError if it is below 0."""
     if ds_bytes is None:
         return
     if isinstance(ds_bytes, bool) or not isinstance(ds_bytes, int):

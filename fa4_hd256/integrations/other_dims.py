@@ -21,7 +21,6 @@ _SCORES = 1 << 24
 
 
 def has_other_dim(*tensors: torch.Tensor) -> bool:
-    """Return True if the kernels here do not serve the head_dim of one of the tensors."""
     return any(tensor.shape[-1] != HEAD_DIM for tensor in tensors)
 
 
@@ -49,7 +48,6 @@ def attend(
 def attend_alone(
     tensors: Sequence[torch.Tensor], scale: float | None, window: Window, offsets: tuple[Any, Any]
 ) -> torch.Tensor:
-    """Return out, which PyTorch's autograd differentiates. Arguments are those of `attend`."""
     outs = [_result(*of_one, scale, window) for of_one in _sequences(tensors, offsets)]
     if offsets[0] is None:
         return outs[0].transpose(1, 2)
@@ -63,7 +61,6 @@ def gradients(
     window: Window,
     offsets: tuple[Any, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """Return (dq, dk, dv) by computing the forward again. Arguments are those of `attend`."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         return torch.autograd.grad(attend_alone(leaves, scale, window, offsets), leaves, dout)
@@ -72,8 +69,7 @@ def gradients(
 def _sequences(
     tensors: Sequence[torch.Tensor], offsets: tuple[Any, Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return q, k, v of each call of SDPA, heads first: of each packed sequence, with a batch of
-    1."""
+    """Return q, k, v of each call of SDPA, heads first, packed sequences one by one."""
     if offsets[0] is None:
         q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
         return [(q, k, v)]
@@ -90,7 +86,6 @@ def _sequences(
 def _result(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: Window
 ) -> torch.Tensor:
-    """Return out, heads first like the arguments. A query that sees no key gets 0."""
     causal = window == (None, 0) and q.shape[2] == k.shape[2]
     mask = None if causal or window == (None, None) else _mask(q, k, window, range(q.shape[2]))
     if not q.shape[2] or not k.shape[2]:
@@ -109,7 +104,6 @@ def _result(
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor, window: Window, rows: range) -> torch.Tensor:
-    """Return the keys that some queries see, (rows, keys) bool."""
     queries = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)
     return seen_in_window(keys - queries - (k.shape[2] - q.shape[2]), window)

@@ -50,7 +50,6 @@ class GraphOperation:
 
 
 def _select(condition: Any, then: Any, otherwise: Any) -> Any:
-    """Return `then` where the condition holds, else `otherwise`."""
     if isinstance(condition, bool):
         return then if condition else otherwise
     kind = next((type(x) for x in (then, otherwise) if isinstance(x, cutlass.Numeric)), None)
@@ -110,7 +109,6 @@ def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    """Return the remainder, with the sign of b."""
     return a - _floor_quotient(a, b) * b
 
 
@@ -144,9 +142,8 @@ _TURN = 6.28125, 2 * math.pi - 6.28125
 
 
 def _of_angle(function: Callable[..., Any]) -> Callable[[Float32], Float32]:
-    """Return sin or cos by the hardware's approximation, within a few 2^-20 for angles up to 2^16.
-    The approximation is that exact from -pi to pi only, so whole turns are subtracted first. The
-    exact functions would give every thread a stack, for larger angles."""
+    """Return sin or cos by the hardware's approximation, within a few 2^-20 for angles up to 2^16:
+    it is that exact from -pi to pi, so whole turns go first. Exact ones need a stack."""
 
     def computed(x: Float32) -> Float32:
         turns = cute.math.floor(x * Float32(0.5 / math.pi) + Float32(0.5))
@@ -248,8 +245,6 @@ _INDEXING = ("index", "select")
 
 @dataclass(frozen=True)
 class _Elements:
-    """Elements of a captured tensor with these first indices."""
-
     number: int
     indices: tuple[Any, ...] = ()
 
@@ -290,12 +285,10 @@ class ScoreGraph(SelfDescribed):
 
     @property
     def text(self) -> str:
-        """Return the text of the computation, with the kinds and numbers of tensors."""
         return f"{self._kind} {self._module.code} {self._captured} {_source()}"
 
     @property
     def number(self) -> bool | int | float | None:
-        """The result if it is the same for all arguments, else None."""
         return self._numbers.get(self._result)
 
     def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Any:
@@ -317,7 +310,6 @@ class ScoreGraph(SelfDescribed):
         return Float32(result) if self._kind == SCORE else _typed(result, torch.bool)
 
     def _take_in(self, node: Any, tensors: list[torch.Tensor]) -> None:
-        """Check a node, and compute it if its value is constant."""
         if node.op == "get_attr":
             tensor = getattr(self._module, node.target)
             known = [i for i, other in enumerate(tensors) if other is tensor]
@@ -342,8 +334,6 @@ class ScoreGraph(SelfDescribed):
             self._numbers[node] = self._folded(node)
 
     def _folded(self, node: Any) -> bool | int | float:
-        """Return the value of a node whose operands are numbers."""
-
         def tensor_of(operand: Any) -> torch.Tensor:
             return torch.tensor(self._numbers[operand], dtype=_dtype(operand))
 
@@ -383,8 +373,7 @@ def _traced(function: Callable[..., torch.Tensor], device: torch.device, kind: s
 
 
 class _OneElementEach(TorchFunctionMode):
-    """Traces indexing by numbers as reading an element. PyTorch alone would read the number's
-    value."""
+    """Traces indexing by numbers as reading an element, whose value PyTorch alone would read."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -406,7 +395,6 @@ def _is_number(index: Any) -> bool:
 
 
 def _at(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return the elements at an index of the first dimension."""
     if isinstance(index, torch.Tensor):
         return torch.ops.aten.index.Tensor(tensor, [index])
     return torch.ops.aten.select.int(tensor, 0, index)
@@ -422,7 +410,6 @@ def _check_index(node: Any, kind: str) -> None:
 
 
 def _computed(node: Any, values: dict, tensors: Sequence[cute.Tensor]) -> Any:
-    """Return the value of an operator in a kernel."""
     args, kwargs = _mapped(node, values.__getitem__)
     if _name(node) in _INDEXING:
         of, indices = args[0], args[1] if _name(node) == "index" else args[2:]
@@ -455,7 +442,6 @@ def _within(index: Any, size: Any) -> Int32:
 
 
 def _mapped(node: Any, value_of: Callable[[Any], Any]) -> Any:
-    """Return (arguments, keywords) of a node, values in the place of nodes."""
     return torch.fx.map_arg((node.args, node.kwargs), value_of)
 
 
@@ -490,5 +476,4 @@ def _dtype(node: Any) -> torch.dtype:
 
 
 def _name(node: Any) -> str:
-    """Return the operator's name without namespace and overload."""
     return str(node.target.__name__).split(".")[0]

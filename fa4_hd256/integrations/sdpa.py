@@ -34,8 +34,6 @@ _longest = UntilChanged()
 
 
 class _Active:
-    """Settings of the implementation that was activated last."""
-
     ds_bytes: int | None = None
 
 
@@ -162,8 +160,7 @@ _NEUTRAL = {"deterministic", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack
 
 
 def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return (scale, window, offsets) of a call that PyTorch's SDPA computes. Raises
-    NotImplementedError for options that SDPA does not have."""
+    """Return (scale, window, offsets) for PyTorch's SDPA. Raises NotImplementedError."""
     others = dict(options)
     offsets = others.pop("cu_seqlens_q", None), others.pop("cu_seqlens_k", None)
     scale, causal = others.pop("softmax_scale", None), others.pop("causal", False)
@@ -182,7 +179,6 @@ def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, 
 
 
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:
-    """Return a bound on the lengths of packed sequences, None if rows are not packed."""
     if offsets is None:
         return None
     return _longest.get(offsets) or rows.shape[0]

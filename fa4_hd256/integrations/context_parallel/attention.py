@@ -111,7 +111,6 @@ def ulysses_attention(
 
 
 def _with_arguments(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Bind the arguments to the signature of `ring_attention`, and attend by the named method."""
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
     q, k, v, *others = bound.arguments.values()
@@ -126,7 +125,6 @@ _SIGNATURE = inspect.signature(ring_attention)
 def _attend_over_ranks(
     name: str, inputs: tuple[Any, ...], arguments: Arguments, ranks: Ranks
 ) -> Any:
-    """Check the call on all ranks, then attend. inputs: q, k, v."""
     q, k, v = autocast(*inputs) if is_autocasting() else inputs
 
     def check() -> tuple[str, tuple[tuple[Any, ...], Settings]]:

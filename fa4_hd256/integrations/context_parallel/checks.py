@@ -26,8 +26,6 @@ from .spans import Units, spans_by_rank, unit
 
 
 class Arguments(NamedTuple):
-    """Keyword arguments of `ring_attention`, in its order, as the user passed them."""
-
     group: Any
     order: Any
     cu_seqlens: Any
@@ -47,9 +45,8 @@ class Arguments(NamedTuple):
 
 
 def batched(q: Any, k: Any, v: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """Return q, k, v with a batch dimension, and the sink. Raises TypeError for an argument that is
-    no tensor, and if k or v has another dtype than q: a rank reads the bytes that it receives in
-    q's dtype, and e4m3 scales are not exchanged."""
+    """Return q, k, v with a batch, and the sink. Raises TypeError for no tensor, or k or v of
+    another dtype than q: received bytes are read in q's, and e4m3 scales are not exchanged."""
     sink = arguments.learnable_sink
     check_kinds({"q": q, "k": k, "v": v, "learnable_sink": sink}, {}, BY_RULE)
     for name, tensor in (("k", k), ("v", v)):
@@ -64,7 +61,6 @@ def batched(q: Any, k: Any, v: Any, arguments: Arguments) -> tuple[Any, ...]:
 
 
 def settings_of(tensors: tuple[Any, ...], arguments: Arguments, ranks: int) -> Settings:
-    """Check the arguments and return the settings. tensors: the result of `batched`."""
     q, k, v, sink = tensors
     order, offsets = arguments.order, arguments.cu_seqlens
     options = Options.check(
@@ -109,8 +105,7 @@ def settings_of(tensors: tuple[Any, ...], arguments: Arguments, ranks: int) -> S
 
 
 def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
-    """Return the block mask of the whole sequence, which has `rows` rows. masks: the user's
-    block_mask and mask_mod."""
+    """Return the block mask of the whole sequence. masks: block_mask and mask_mod."""
     block_mask, mask_mod = masks
     if offsets is not None:
         beside = ", beside a mask_mod that is True inside documents alone" if mask_mod else ""
@@ -138,14 +133,12 @@ def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -
 
 
 def _count(offsets: Any) -> int:
-    """Return the number of entries of cu_seqlens, which is not checked yet."""
     if isinstance(offsets, torch.Tensor):
         return offsets.numel()
     return len(offsets) if isinstance(offsets, (list, tuple)) else 0
 
 
 def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
-    """Return cu_seqlens as Python numbers."""
     numbers = offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets
     if not isinstance(numbers, (list, tuple)) or not all(type(one) is int for one in numbers):
         raise TypeError(
@@ -177,7 +170,6 @@ def check_heads(tensors: tuple[Any, ...], count: int) -> None:
 
 
 def text_of(tensors: tuple[Any, ...], settings: Settings, name: str) -> str:
-    """Return a text of everything that must be equal in all ranks' calls."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
@@ -203,7 +195,6 @@ def text_of(tensors: tuple[Any, ...], settings: Settings, name: str) -> str:
 
 
 def _described(name: str, function: ScoreMod | MaskMod | None) -> str:
-    """Describe a score_mod or mask_mod: its key, and the tensors that it reads."""
     if function is None:
         return f"no {name}"
     return f"{name} {function.key} of {[[str(t.dtype), *t.shape] for t in function.tensors]}"

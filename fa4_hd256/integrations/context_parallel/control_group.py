@@ -44,8 +44,6 @@ def control_group_of(group: Any) -> ControlGroup:
 
 
 class ControlGroup:
-    """A gloo group of the same ranks in the same order; it stays closed after the first failure."""
-
     def __init__(self, group: Any) -> None:
         """group: the user's; its timeout is taken over."""
         self._ranks = dist.get_process_group_ranks(group)
@@ -65,7 +63,6 @@ class ControlGroup:
         self._cause = ""
 
     def check(self) -> None:
-        """Raise RuntimeError if the group is closed."""
         if self._cause:
             raise RuntimeError(
                 f"this group takes no more calls over ranks, since one has failed: {self._cause}. "
@@ -100,7 +97,6 @@ class ControlGroup:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """Return a group's timeout; None, PyTorch's default, if it has several backends or none."""
     kinds = {"gloo": "cpu", "nccl": "cuda"}
     kind = kinds.get(dist.get_backend(group))
     if kind is None:

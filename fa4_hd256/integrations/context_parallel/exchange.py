@@ -27,8 +27,6 @@ _DIGEST, _TEXT = 32, 768
 
 
 class Transfer:
-    """Sends and receives that have been started."""
-
     def __init__(self, works: Sequence[Any] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
         # The tensors must live until they are sent.
         self._works, self._tensors = works, tensors
@@ -58,18 +56,15 @@ class Ranks:
 
     @property
     def control(self) -> ControlGroup:
-        """The gloo group for messages, which the first access makes."""
         return control_group_of(self.group)
 
     @property
     def _moves(self) -> Any:
-        """The group that moves tensors."""
         return self.control.group if dist.get_backend(self.group) == "gloo" else self.group
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Turn an error that this rank raises in the block into an error on all ranks. The other
-        ranks raise RuntimeError with the first rank's error, in this call and in every later
+        """Turn an error in the block into RuntimeError on all ranks, in this call and every later
         one."""
         with explaining_transport_errors(self.rank, self.count):
             control = self.control
@@ -114,7 +109,6 @@ class Ranks:
         return result
 
     def _all(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks. No GPU is waited for."""
         local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         messages = [torch.empty_like(local) for _ in range(self.count)]
         with self.failing_together():
@@ -126,8 +120,7 @@ class Ranks:
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
     ) -> Transfer:
-        """Start to send contiguous tensors to ranks, and to receive tensors from ranks. Between two
-        ranks the order of the arguments counts."""
+        """Start sends and receives of contiguous tensors; between two ranks their order counts."""
         group = self._moves
         operations = [
             dist.P2POp(function, tensor, dist.get_global_rank(group, rank), group)
@@ -140,14 +133,12 @@ class Ranks:
         return Transfer(works, [operation.tensor for operation in operations])
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return (ranks, ...): the tensors of all ranks."""
         gathered = local.new_empty((self.count, *local.shape))
         _all_gather(gathered.flatten(0, 1), local.contiguous(), group=self._moves)
         return gathered
 
     def exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Return (ranks, ...): the tensor that each rank sends to this one. by_rank: (ranks, ...),
-        the tensor for each rank."""
+        """Return (ranks, ...): the tensor that each rank sends here. by_rank: for each rank."""
         received = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, by_rank.contiguous(), group=self._moves)
         return received

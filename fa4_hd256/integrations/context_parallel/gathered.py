@@ -39,7 +39,6 @@ class Gathered:
     """All-gather attention of one rank."""
 
     def __init__(self, ranks: Ranks, rows: int, settings: Settings) -> None:
-        """rows: of each rank."""
         self.ranks, self.settings = ranks, settings
         self.division = spans_by_rank(settings.order, ranks.count, rows)
         everything = (range(settings.rows),)

@@ -40,13 +40,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
-    """Return (batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the
-    sequence's order; differentiable. heads: a multiple of the ranks."""
+    """Return (batch, all rows, heads / ranks, ...), in the sequence's order; differentiable."""
     return _Exchange.apply(tensor, _by_heads, _by_rows, ranks, division)
 
 
 def to_rows(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
-    """Undo `to_heads`."""
     return _Exchange.apply(tensor, _by_rows, _by_heads, ranks, division)
 
 
@@ -60,7 +58,6 @@ def _by_rows(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> to
 
 
 def _origin(head: int, device: torch.device) -> torch.Tensor:
-    """Return the `ScoreOrigin` of heads from `head` on."""
     fields = ScoreOrigin._fields
     origin = torch.zeros(len(fields), dtype=torch.int32, device=device)
     # Filled in place: a copy from the host would wait for the device.
@@ -69,9 +66,8 @@ def _origin(head: int, device: torch.device) -> torch.Tensor:
 
 
 class _FailingTogether(torch.autograd.Function):
-    """A function of tensors whose forward and backward fail on all ranks if they fail on one. It
-    runs a separate autograd graph. So errors of all nodes of the backward, of exchanges and of the
-    operator between them, are seen in one place."""
+    """A function that fails on all ranks if it fails on one, forward or backward: a separate
+    autograd graph shows the errors of all its nodes in one place."""
 
     @staticmethod
     def forward(
@@ -116,8 +112,6 @@ class _FailingTogether(torch.autograd.Function):
 def attend_by_heads(
     tensors: tuple[Any, ...], settings: Settings, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink."""
-
     def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return _attend_to_own_heads(leaves, settings, ranks)
 
@@ -130,7 +124,6 @@ def attend_by_heads(
 def _attend_to_own_heads(
     tensors: tuple[Any, ...], settings: Settings, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange, attend to this rank's heads, and exchange back."""
     q, k, v, sink = tensors
     division = spans_by_rank(settings.order, ranks.count, q.shape[1])
     copies = max(1, ranks.count // k.shape[2])

@@ -60,17 +60,14 @@ class Settings:
 
     @property
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that the score_mod and the mask_mod read."""
         return tuple(t for f in (self.score_mod, self.mask_mod) if f is not None for t in f.tensors)
 
     @property
     def mask(self) -> PositionMask:
-        """The mask by positions, from which parts are made."""
         by_place = self.score_mod is not None
         return PositionMask(*self.options.window, self.documents, by_place, self.units)
 
     def arguments(self, window: Window) -> dict[str, Any]:
-        """Return the arguments of `flash_attn_func` that all parts share, and a window."""
         return {
             "softmax_scale": self.options.softmax_scale,
             "window_size": ExactWindow(*window),
@@ -81,7 +78,6 @@ class Settings:
         }
 
     def functions_of(self, part: SpanPart, device: torch.device) -> dict[str, Any]:
-        """Return the score_mod, block_mask and mask_mod of a part."""
         block_mask = None
         if self.block_mask is not None:
             heads = range(self.block_mask.tiles.shape[1])
@@ -93,13 +89,11 @@ class Settings:
         }
 
     def score_mod_of(self, part: SpanPart, device: torch.device) -> ScoreMod | None:
-        """Return the score_mod of a part, which gets positions in the whole sequence."""
         if self.score_mod is None:
             return None
         return self.score_mod.in_part(_origins(part, self.documents or (0, self.rows), device))
 
     def mask_mod_of(self, part: SpanPart, device: torch.device) -> MaskMod | None:
-        """Return the mask_mod of a part, which gets positions in the whole sequence."""
         if self.mask_mod is None:
             return None
         assert self.block_mask is not None and self.units is not None
@@ -134,7 +128,6 @@ class Attended:
     def add(
         self, q: torch.Tensor, held: KeysValues, parts: Sequence[SpanPart], settings: Settings
     ) -> None:
-        """Attend to further parts of the sequence."""
         for part in parts:
             self._merge()
             rows = slice(part.queries.start, part.queries.stop)
@@ -159,8 +152,7 @@ class Attended:
     def results(
         self, sink: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out in `dtype`, lse). sink: a logit per head that takes part in the softmax with
-        a value of 0, or None."""
+        """Return (out, lse). sink: a logit per head, or None."""
         self._merge()
         if sink is not None:
             self._add_sink(sink)
@@ -176,7 +168,6 @@ class Attended:
 def _forward(
     q: torch.Tensor, held: KeysValues, part: SpanPart, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a part."""
     arguments = settings.arguments(part.window) | settings.functions_of(part, q.device)
     return attend(_operands((q,), held, part), part.documents, arguments)
 
@@ -204,7 +195,6 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 def _operands(
     of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: SpanPart
 ) -> list[torch.Tensor]:
-    """Return the part's rows of all tensors."""
     rows, keys = (slice(side.start, side.stop) for side in (part.queries, part.keys))
     return [*(t[:, rows] for t in of_queries), *(t[:, keys] for t in of_keys)]
 
@@ -262,8 +252,7 @@ def add_gradients(
     parts: Sequence[SpanPart],
     settings: Settings,
 ) -> None:
-    """Add a rank's gradients of some keys to `sums`: float32 dq, and dkv, (2, batch, rows,
-    heads_kv, 256)."""
+    """Add a rank's gradients to `sums`: float32 dq, and dkv, (2, batch, rows, heads_kv, 256)."""
     q, out, dout, lse, dlse = of_rows
     dq, dkv = sums
     options, use_clc = settings.options, backward_use_clc(settings.use_clc)

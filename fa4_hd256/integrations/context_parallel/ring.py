@@ -33,8 +33,7 @@ _NOTHING: list[torch.Tensor | None] = [None, None]
 
 
 class Route(NamedTuple):
-    """The way of one rank's keys round the ring. step: 1 for the next rank, -1 for the previous
-    one. rows: positions that are sent. hops: the number of ranks that receive them."""
+    """The way of one rank's keys. step: 1 or -1. rows: positions that are sent. hops: receivers."""
 
     step: int
     rows: Rows
@@ -63,9 +62,8 @@ def routes(division: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route,
 
 
 def _cut(distances: Sequence[int], ranks: int) -> int:
-    """Return the largest distance that rows travel forward; larger distances go backward. The
-    result minimises the number of hops, and among equals is the largest. distances: of readers from
-    owners, between 1 and ranks - 1."""
+    """Return the largest distance that rows travel forward, not backward: that with the fewest
+    hops, then the largest. distances: of readers from owners, 1 to ranks - 1."""
 
     def hops(forward: int) -> int:
         beyond = [distance for distance in distances if distance > forward]
@@ -76,7 +74,6 @@ def _cut(distances: Sequence[int], ranks: int) -> int:
 
 
 def _seen(queries: Rows, keys: Rows, mask: PositionMask) -> Rows:
-    """Return the part of each span of keys that some query sees."""
     seen = []
     for span in keys:
         rows = [part.keys for part in parts_of(queries, (span,), mask)]
@@ -86,7 +83,6 @@ def _seen(queries: Rows, keys: Rows, mask: PositionMask) -> Rows:
 
 
 def _around(rows: Sequence[range]) -> range:
-    """Return the smallest range that holds all of these."""
     return range(min(each.start for each in rows), max(each.stop for each in rows))
 
 
@@ -115,22 +111,18 @@ class _Passing:
         self.hops = max(route.hops for route in self._routes)
 
     def route(self, hop: int) -> Route | None:
-        """Return the route of the rows that this rank holds at a hop, None if it holds none. At hop
-        0 it holds its local rows."""
+        """Return the route of the rows held at a hop, at hop 0 its own; None if it holds none."""
         route = self._routes[self.owner(hop)]
         return route if route.hops and hop <= route.hops else None
 
     def rows(self, hop: int) -> Rows:
-        """Return the positions of the rows held at a hop."""
         route = self.route(hop)
         return () if route is None else route.rows
 
     def owner(self, hop: int) -> int:
-        """Return the rank whose rows are held at a hop."""
         return (self._ranks.rank - self.step * hop) % self._ranks.count
 
     def first_rows(self, kv: KeysValues, held: Rows) -> torch.Tensor | None:
-        """Return the local k and v that are sent: (2, batch, rows, heads_kv, 256), contiguous."""
         route = self.route(0)
         if route is None:
             return None
@@ -138,7 +130,6 @@ class _Passing:
         return torch.stack([torch.cat([t[:, r.start : r.stop] for r in sent], dim=1) for t in kv])
 
     def room(self, like: torch.Tensor, hop: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate a buffer for the rows of a hop: (2, batch, rows, heads_kv, 256)."""
         route = self.route(hop)
         if route is None:
             return None
@@ -147,7 +138,6 @@ class _Passing:
         return torch.empty(2, batch, rows, heads, dim, dtype=dtype, device=like.device)
 
     def is_last(self, hop: int) -> bool:
-        """Return True if the rows held at a hop go no further."""
         route = self.route(hop)
         return route is not None and hop == route.hops
 
@@ -156,7 +146,6 @@ class RingAttention:
     """Ring attention of one rank: its hops, and what it sends and receives at each."""
 
     def __init__(self, ranks: Ranks, rows: int, settings: Settings) -> None:
-        """rows: of each rank."""
         self.ranks, self.settings, self.mask = ranks, settings, settings.mask
         division = spans_by_rank(settings.order, ranks.count, rows)
         self.local = division[ranks.rank]
@@ -165,11 +154,9 @@ class RingAttention:
         self.hops = max(way.hops for way in self.ways)
 
     def parts(self, rows: Rows) -> tuple[SpanPart, ...]:
-        """Return the parts of the sequence that this rank's queries see."""
         return parts_of(self.local, rows, self.mask)
 
     def first(self, kv: KeysValues) -> list[torch.Tensor | None]:
-        """Return, for each direction, the rows that this rank sends first."""
         return [way.first_rows(kv, self.local) for way in self.ways]
 
     def pass_on(
@@ -270,7 +257,6 @@ class RingAttention:
     def _add_returned(
         self, dkv: torch.Tensor, returned_sums: Sequence[torch.Tensor | None]
     ) -> None:
-        """Add the sums of local rows that came back from other ranks."""
         for way, home in zip(self.ways, returned_sums, strict=True):
             if home is None:
                 continue

@@ -43,7 +43,6 @@ def spans_by_rank(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
 
 
 def unit(order: str, rows: int) -> int:
-    """Return the rows of a span of a rank that has `rows` rows."""
     return rows // 2 if order == "zigzag" else rows
 
 
@@ -72,7 +71,6 @@ class PositionMask(NamedTuple):
 
     @property
     def has_places(self) -> bool:
-        """True if a part needs its position in the sequence."""
         return self.by_place or self.units is not None
 
 
@@ -93,14 +91,12 @@ class SpanPart(NamedTuple):
 
     @property
     def positions(self) -> tuple[range, range]:
-        """The positions of queries and keys, for a part with a `first`."""
         assert self.first is not None
         query, key = self.first
         return range(query, query + len(self.queries)), range(key, key + len(self.keys))
 
 
 def local_rows(held: Rows, wanted: range) -> range:
-    """Return the rows of some positions, all in one span, in a tensor of all spans."""
     begin = 0
     for span in held:
         if span.start <= wanted.start and wanted.stop <= span.stop:
@@ -133,9 +129,8 @@ def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, .
 def local_parts(
     rows: Rows, mask: PositionMask
 ) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
-    """Return `parts_of` a rank's local rows in two halves, for the start and the end of its work. A
-    single part is cut between its queries. A part with packed documents, whose pieces would each be
-    a call, and one with a mask by units, which cannot be cut, stays whole and comes first."""
+    """Return `parts_of` local rows in two halves, for the start and the end of the work. A single
+    part is cut between queries, but not one of packed documents, or with a mask by units."""
     parts = parts_of(rows, rows, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
         count = sum(map(len, rows))
@@ -183,7 +178,6 @@ def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
 
 
 def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
-    """Return the smallest rectangle that holds all units with a visible pair."""
     pairs = [
         (row, column)
         for row in range(queries.start, queries.stop, units.rows)
@@ -197,8 +191,7 @@ def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
 
 
 def _on_diagonal(documents: Sequence[range], mask: PositionMask) -> list[SpanPart]:
-    """Return one call for all documents, or pieces of one, whose queries and keys have the same
-    positions."""
+    """Return one call for all documents, or pieces of one, of the same positions."""
     if not documents:
         return []
     if len(documents) == 1:
@@ -214,7 +207,6 @@ def _on_diagonal(documents: Sequence[range], mask: PositionMask) -> list[SpanPar
 
 
 def _simplified(side: int | None, longest: int) -> int | None:
-    """Return the bound of a window, None if it excludes nothing."""
     return None if side is None or side >= longest - 1 else side
 
 
@@ -243,7 +235,6 @@ def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
 
 
 def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
-    """Merge parts that one call can do."""
     done: list[SpanPart] = []
     for part in parts:
         for index, other in enumerate(done):

@@ -9,7 +9,6 @@ from .layout import write
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m fa4_hd256.integrations.hub",
         description="Write this package as a Hugging Face kernel (build.toml, build/torch-cuda).",

@@ -111,7 +111,6 @@ def _refuse_dropout(dropout_p: float) -> None:
 
 
 def _refuse_at_other_dims(q: torch.Tensor, options: dict[str, Any]) -> None:
-    """Raise NotImplementedError for options that SDPA lacks."""
     refused = [name for name, value in options.items() if value is not None and value != 0.0]
     if refused:
         raise NotImplementedError(

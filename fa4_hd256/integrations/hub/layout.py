@@ -79,8 +79,7 @@ def write(out: Path) -> Path:
 
 
 def _digest(folder: Path) -> str:
-    """Return 12 hexadecimal digits of the files' paths and contents: builds that differ have
-    different ids."""
+    """Return 12 hexadecimal digits of the files' paths and contents: the id of a build."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():

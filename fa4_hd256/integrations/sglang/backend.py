@@ -40,14 +40,12 @@ _MANY_QUERIES = 257
 
 
 class SGLangBackend(AttentionBackend):
-    """Attention of a model's layers. draft_step: the step of a draft that this backend serves; None
-    for all else."""
+    """Attention of a model's layers. draft_step: of the draft step served here, else None."""
 
     # Bounds follow from the lengths on the host where SGLang has them, else from the context.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, draft_step: int | None = None) -> None:
-        """Raises ValueError or NotImplementedError for a model or a server that it does not fit."""
         super().__init__()
         check_runner(runner)
         self.req_to_token_pool = runner.req_to_token_pool
@@ -84,7 +82,6 @@ class SGLangBackend(AttentionBackend):
         return self._verify_mask
 
     def read_mask(self, mask: VerifyMask | None) -> None:
-        """Take the mask of another backend of the same model, which SGLang fills for both."""
         self._verify_mask = mask
 
     def update_verify_buffers_to_fill_after_draft(
@@ -116,8 +113,7 @@ class SGLangBackend(AttentionBackend):
         in_capture: bool,
         build: Callable[[ForwardBatch, bool], EngineStep],
     ) -> EngineStep:
-        """Return the step that a graph reads, filled. build: as `_step`. Launches of a graph keep
-        their bounds. So those of a capture are the largest."""
+        """Return the filled step of a graph; launches of a capture have the largest bounds."""
         rows = forward_batch.positions.numel()
         key = forward_batch.forward_mode, forward_batch.batch_size, rows
         step = build(forward_batch, in_capture)
@@ -140,7 +136,6 @@ class SGLangBackend(AttentionBackend):
         return self._extension(batch, in_capture)
 
     def draft(self, batch: ForwardBatch, in_capture: bool = False) -> EngineStep:
-        """Return all steps of a draft in one `EngineStep`."""
         steps = get_spec().speculative_num_steps
         shape = max(self.topk, 1), steps
         keys = self._most_keys(batch, in_capture)
@@ -152,7 +147,6 @@ class SGLangBackend(AttentionBackend):
         return self._bounded(step)
 
     def _chains(self, batch: ForwardBatch, queries: int, more: int, in_capture: bool) -> EngineStep:
-        """Return a step of equally many queries each. more: keys that seq_lens does not count."""
         requests, keys = batch.batch_size, self._most_keys(batch, in_capture) + more
         device = batch.seq_lens.device
         starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
@@ -168,7 +162,6 @@ class SGLangBackend(AttentionBackend):
         )
 
     def _extension(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
-        """Return a step of prompts, parts of prompts, and blocks of a diffusion model."""
         counts, counts_cpu = batch.extend_seq_lens, batch.extend_seq_lens_cpu
         rows, keys = batch.positions.numel(), self._most_keys(batch, in_capture)
         if counts is None:
@@ -208,7 +201,6 @@ class SGLangBackend(AttentionBackend):
         return ImageRows.of(spans, new, before, batch.seq_lens.device)
 
     def _verification(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
-        """Return a step that verifies a chain of drafts, or a tree of them (topk > 1)."""
         if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
             raise NotImplementedError(
                 "drafts of different lengths are verified (SGLANG_RAGGED_VERIFY_MODE); accepted: "
@@ -226,7 +218,6 @@ class SGLangBackend(AttentionBackend):
         return replace(step, **fields)
 
     def _tree(self, batch: ForwardBatch, nodes: int, in_capture: bool) -> torch.Tensor:
-        """Return which node sees which, (requests, nodes, nodes) bool."""
         lengths, info = batch.seq_lens, batch.spec_info
         if in_capture:
             # No tree is there yet: each node sees itself.
@@ -240,7 +231,6 @@ class SGLangBackend(AttentionBackend):
         return tree_of(mask, lengths, nodes, of_nodes)
 
     def _most_keys(self, batch: ForwardBatch, in_capture: bool) -> int:
-        """Return a bound of seq_lens that follows from the host alone."""
         if in_capture or batch.seq_lens_cpu is None:
             return self._tables.positions
         return int(batch.seq_lens_cpu.max())
@@ -300,7 +290,6 @@ class SGLangBackend(AttentionBackend):
         )
 
     def forward_decode(self, *args: Any, **options: Any) -> Any:
-        """Do as `forward_extend`: a step's queries and keys say what it is."""
         return self.forward_extend(*args, **options)
 
     def _attend(
@@ -311,7 +300,6 @@ class SGLangBackend(AttentionBackend):
         out: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) of queries over the cache."""
         step, window = self.forward_metadata, layer.sliding_window_size
         assert step is not None
         reach = window if window is not None and window >= 0 else None
@@ -363,7 +351,6 @@ class SGLangBackend(AttentionBackend):
         return {"k_descale": k_scale, "v_descale": v_scale}
 
     def _new_verify_mask(self, runner: Any) -> VerifyMask | None:
-        """Return the mask that SGLang fills with a tree of drafts: of the nodes alone."""
         nodes = get_spec().speculative_num_draft_tokens
         if runner.is_draft_worker or not nodes:
             return None

@@ -37,9 +37,6 @@ def create(runner: Any) -> AttentionBackend:
 
 
 class ByHeadDim(AttentionBackend):
-    """Ours for layers of head_dim 256, another one of SGLang's for the rest. Both have the step's
-    metadata."""
-
     def __init__(self, ours: SGLangBackend, others: AttentionBackend) -> None:
         super().__init__()
         self.ours, self.others = ours, others

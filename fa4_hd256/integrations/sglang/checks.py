@@ -20,18 +20,15 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def layers_of(runner: Any) -> list[Any]:
-    """Return the layers of attention of a model on this rank."""
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 
 def dims_of(layer: Any) -> tuple[int, int]:
-    """Return the head dimensions of q and k, and of v."""
     return layer.qk_head_dim, layer.v_head_dim
 
 
 def head_dims(runner: Any) -> set[tuple[int, int]]:
-    """Return the head dimensions of a model's layers; of a rank without one, what the model's
-    configuration says."""
+    """Return the head dimensions of the rank's layers, or of the model's configuration."""
     layers, config = layers_of(runner), runner.model_config
     if layers:
         return {dims_of(layer) for layer in layers}
@@ -43,8 +40,7 @@ def head_dims(runner: Any) -> set[tuple[int, int]]:
 
 
 def check_runner(runner: Any) -> None:
-    """Raise NotImplementedError or ValueError for what the backend cannot serve. runner: SGLang's,
-    whose pools are there already."""
+    """Raise NotImplementedError or ValueError for a runner, with pools, that is not served."""
     parallel, config = get_parallel(), runner.model_config
     refused = {
         "a model with MLA": runner.use_mla_backend,
@@ -77,7 +73,6 @@ def check_runner(runner: Any) -> None:
 
 
 def _check_types(runner: Any) -> None:
-    """Check the GPU and dtypes."""
     if runner.dtype not in _DTYPES:
         raise ValueError(f"dtype is {runner.dtype}; accepted: bfloat16 or float16, --dtype")
     cache = runner.kv_cache_dtype
@@ -96,7 +91,6 @@ def _check_types(runner: Any) -> None:
 
 
 def check_layer(layer: Any) -> None:
-    """Raise for a layer that the backend cannot serve."""
     if dims_of(layer) != OURS:
         raise ValueError(f"layer {layer.layer_id} has head_dim {dims_of(layer)}; accepted: {OURS}")
     refused = {

@@ -18,7 +18,6 @@ from .checks import OURS, dims_of, layers_of
 
 
 def warm_up_layers(runner: Any) -> None:
-    """Compile and load what the layers can need, and log how long that took."""
     made = load(kernels_of_layers(runner), torch.device(runner.device))
     logging.getLogger("fa4_hd256").info(
         "%d kernels, %d of them compiled, in %.1f s", made.kernels, made.compiled, made.seconds
@@ -26,7 +25,6 @@ def warm_up_layers(runner: Any) -> None:
 
 
 def kernels_of_layers(runner: Any) -> list[KernelSpec]:
-    """Return the kernels that steps of the layers can need, of any requests and any lengths."""
     device, needs = torch.device(runner.device), needs_of(runner)
     found = dict[KernelSpec, None]()
     for model in kinds_of_layers(runner):
@@ -35,7 +33,6 @@ def kernels_of_layers(runner: Any) -> list[KernelSpec]:
 
 
 def needs_of(runner: Any) -> Needs:
-    """Return what calls of the backend are like."""
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn
     is_deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
     layers, has_trees = layers_of(runner), (get_spec().speculative_eagle_topk or 0) > 1
@@ -54,7 +51,6 @@ def needs_of(runner: Any) -> Needs:
 
 
 def kinds_of_layers(runner: Any) -> list[AttentionModel]:
-    """Return one description of all layers of the same heads and options."""
     has_sinks = any(name.endswith("sinks") for name, _ in runner.model.named_parameters())
     found: dict[tuple[int, int, float], set[Mask]] = {}
     for layer in layers_of(runner):
@@ -68,7 +64,6 @@ def kinds_of_layers(runner: Any) -> list[AttentionModel]:
 
 
 def _masks(layer: Any, runner: Any) -> set[Mask]:
-    """Return the masks of a layer's calls."""
     reach = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
     masks = {Mask(True, (reach, None))}
     if layer.attn_type != AttentionType.DECODER:

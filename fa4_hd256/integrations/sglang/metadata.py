@@ -70,8 +70,6 @@ class ImageRows:
         )
 
     def keys_of(self, page_table: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments that say which queries and keys the images have. page_table: of the
-        batch."""
         return {
             "cu_seqlens_q": self.starts,
             "max_seqlen_q": self.longest,
@@ -139,12 +137,9 @@ class Tables:
         )
 
     def columns(self, keys: int) -> torch.Tensor:
-        """Return the numbers of the pages that so many keys take."""
         return self._columns[: -(-min(keys, self.positions) // self.page_size)]
 
     def of_requests(self, requests: torch.Tensor, keys: int) -> dict[str, Any]:
-        """Return the tables by their names. requests: rows of req_to_token. keys: the most of a
-        request."""
         return self.of_pages(requests, self.columns(keys))
 
     def of_pages(self, requests: torch.Tensor, pages: torch.Tensor) -> dict[str, Any]:
@@ -260,8 +255,7 @@ class GraphBuffers:
 
     @staticmethod
     def refill(held: EngineStep, step: EngineStep) -> None:
-        """Write the values of a step to those of a graph, whose page tables may have more columns:
-        columns behind a sequence's keys are not read."""
+        """Write a step's values to a graph's; unread columns of its tables may be more."""
         for name, tensor in step.tensors().items():
             target = getattr(held, name)
             if name in ("page_table", "window_table"):

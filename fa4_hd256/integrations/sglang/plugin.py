@@ -15,8 +15,7 @@ _PAGES_OF_TREES = "speculative_eagle_topk > 1 with page_size > 1 is only support
 
 
 def register() -> None:
-    """Register the backend by its name, for targets and drafts. Lists of names that SGLang has no
-    adder for are reached by its hooks."""
+    """Register the backend, also in lists of names that SGLang has no adder for, by its hooks."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention import attention_registry as registry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -48,8 +47,7 @@ def _with_drafts(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Add the backend to those of drafts. stamps_children: it is for the steps of a draft, not for
-    the rows that follow a verification."""
+    """Add the backend to those of drafts, not where stamps_children."""
     runner = factory.draft_model_runner
 
     def of_steps() -> Any:

@@ -47,7 +47,6 @@ class Description(NamedTuple):
 
 
 def whole(window: Window, device: torch.device | str) -> torch.Tensor:
-    """Return the description of sequences whose rows are all in use."""
     codes = _codes(window)
     return torch.zeros(1, 1, 1, 1, dtype=_WHOLE, device=device).expand(1, *codes, 1)
 
@@ -88,9 +87,8 @@ def described(attention_mask: torch.Tensor) -> Description | None:
 def seen_by(
     description: Description, q_shape: torch.Size, seqlen_k: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
-    q_shape: (batch, seqlen_q). The last query in use is aligned with the last key in use, of each
-    sequence."""
+    """Return the mask, (1 or batch, 1, seqlen_q, seqlen_k) bool, aligned at the last rows in
+    use."""
     window, ranges, offsets, _, begins = description
     if offsets is not None:
         of_all = packed_seen(window, (offsets, offsets), (q_shape.numel(),) * 2)
@@ -115,8 +113,7 @@ def seen_by(
 def packed_seen(
     window: Window, offsets: tuple[torch.Tensor, torch.Tensor], totals: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the mask of packed rows, (total_q, total_k) bool. offsets: of queries and of keys,
-    (sequences + 1,) integers. The last query of a sequence is aligned with its last key."""
+    """Return the mask of packed rows, (total_q, total_k) bool, aligned at sequences' ends."""
     numbers, from_end = [], []
     for side, total in zip(offsets, totals):
         rows = torch.arange(total, device=side.device)

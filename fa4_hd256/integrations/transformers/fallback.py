@@ -12,8 +12,6 @@ from ..warnings_once import warn_once
 
 
 class _Layer(NamedTuple):
-    """Attributes of a layer that transformers' SDPA reads."""
-
     num_key_value_groups: int
 
 
@@ -77,7 +75,6 @@ def _by_operations(
     seen: torch.Tensor | None,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Compute attention with all scores in memory. query, key and value have as many heads."""
     if options.get("dropout"):
         raise NotImplementedError(
             f"dropout is {options['dropout']} in a layer with a softcap or a sink; accepted: 0 "

@@ -66,7 +66,6 @@ def _forward(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute a gated layer. hidden_states: (batch, seqlen, hidden size)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shape = hidden_states.shape[:-1]
@@ -93,7 +92,6 @@ def _forward(
 
 
 def _is_ours(function: Any) -> bool:
-    """Return True for an attention function that takes gates."""
     while isinstance(function, functools.partial):
         function = function.func
     return function in (attention, batched_attention)
@@ -101,8 +99,6 @@ def _is_ours(function: Any) -> bool:
 
 @functools.cache
 def _cache_name(forward: Callable[..., Any]) -> str:
-    """Return the name by which a class's `forward` takes the cache: `cache` from transformers 5.24
-    on."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
@@ -134,7 +130,6 @@ def _check_equal(layer: torch.nn.Module) -> None:
 
 
 def _results(layer: Any, replaced: bool) -> Iterator[torch.Tensor]:
-    """Yield what a tiny layer of the same class computes: two steps with a cache, then without."""
     from transformers import DynamicCache
 
     config = copy.deepcopy(layer.config)

@@ -31,7 +31,6 @@ _counts = UntilChanged()
 
 
 def tiles_of(dense: torch.Tensor) -> TileMask:
-    """Return the tiles of a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k), cached."""
     tiles: TileMask = _tiles.made(dense, lambda: from_dense(dense))
     return tiles
 

@@ -200,7 +200,6 @@ def _by_kernels(
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention of q, k and v. read: the results of `_read_mask` and `_packed_lengths`."""
     (q, k, v), (dense, description, packed) = tensors, read
     arguments: dict[str, Any] = {
         "softmax_scale": options.get("scaling"),
@@ -233,7 +232,6 @@ def _by_kernels(
 
 
 def _gated(out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """Apply a gate by PyTorch, where no kernel does. Both: (batch, seqlen_q, heads, dim)."""
     return out if gate is None else (out.float() * torch.sigmoid(gate.float())).to(out.dtype)
 
 
@@ -243,7 +241,6 @@ def _packed_fallback(
     packed: dict[str, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention of packed sequences of another head_dim. heads_first: query, key, value."""
     rows = [tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in heads_first]
     offsets = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
     seen = packed_seen(window, offsets, (rows[0].shape[2], rows[1].shape[2]))
@@ -335,8 +332,6 @@ def _updated(
 
 
 def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of `flash_attn_varlen_func` for packed sequences; None if there are no
-    offsets."""
     lengths: list[Any] = [options.get(name) for name in PACKED]
     missing = [name for name, value in zip(PACKED, lengths) if value is None]
     if len(missing) == len(PACKED):
@@ -381,7 +376,6 @@ def _metadata_of(
 def _packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
 ) -> torch.Tensor:
-    """Compute attention of packed sequences: the rows of all batch entries, concatenated."""
     if arguments[OUT_GATE] is not None:
         arguments = {**arguments, OUT_GATE: arguments[OUT_GATE].flatten(0, 1)}
     out = flash_attn_varlen_func(*(tensor.flatten(0, 1) for tensor in (q, k, v)), **arguments)
@@ -395,8 +389,7 @@ def _padded(
     ranges: torch.Tensor,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention of the rows in use, which are moved to the front and counted by seqused.
-    Nothing waits for the device; all shapes are those of the padded tensors."""
+    """Attend to the rows in use, moved to the front and counted by seqused, without waiting."""
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
     if arguments[OUT_GATE] is not None:
         arguments = {**arguments, OUT_GATE: _rolled(arguments[OUT_GATE], first_query)}
@@ -412,7 +405,6 @@ def _padded(
 
 
 def _rolled(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Return (batch, seqlen, ...), each sequence rolled so that its row `first` becomes row 0."""
     rows = torch.arange(tensor.shape[1], device=tensor.device)
     rows = (rows + first[:, None]) % tensor.shape[1]
     return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], rows]

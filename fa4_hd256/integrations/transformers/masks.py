@@ -89,9 +89,8 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
-    """Return True if the model needs booleans, to combine them with masks of its own. Such a model
-    forbids transformers to skip the mask. So do packed sequences, a user's function (use_vmap) and
-    single-token steps with a static cache, which need no booleans."""
+    """Return True if the model combines booleans with masks of its own, and forbids skipping. So do
+    packed sequences, use_vmap and static single-token steps, which need none."""
     kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
     if may_skip or options.get("use_vmap") or band.sequences is not None:
@@ -100,8 +99,7 @@ def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool
 
 
 def _combines_masks(config: Any) -> bool:
-    """Return True for models that compute with their masks in every step. T5Gemma 2 joins the masks
-    of decoder and encoder. Models with an index of keys choose among visible keys."""
+    """Return True for models that join masks in every step (T5Gemma 2), or index visible keys."""
     kind, layers = (getattr(config, name, None) or "" for name in ("model_type", "layer_types"))
     has_index = hasattr(config, "index_topk") or "indexed_attention" in layers
     return kind.startswith("t5gemma2") or has_index
@@ -118,9 +116,8 @@ def _window_of(band: Band) -> Window | None:
 
 
 def _is_aligned(window: Window, lengths: _Lengths) -> bool:
-    """Return True if kernels, which align the last query with the last key, see the same keys.
-    Without bounds any alignment is the same. Keys behind the last query are cut off, so there must
-    be none if the window reaches behind a query."""
+    """Return True if last queries aligned with last keys see the same: without bounds always; with
+    one behind a query there may be no keys behind the last query."""
     if window == (None, None):
         return True
     if window[1] == 0:
@@ -130,7 +127,6 @@ def _is_aligned(window: Window, lengths: _Lengths) -> bool:
 
 
 def _described(window: Window, request: _Request) -> torch.Tensor:
-    """Return the whole or the padded form, or the dense mask if padding lies between tokens."""
     lengths, device = request.lengths, request.device
     tracing = torch.compiler.is_compiling()
     # Without bounds keys may be of another sequence, with padding of its own.
@@ -171,8 +167,7 @@ _UNORDERED = (
 
 
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
-    """Return the rows in use, (batch, 4), for keys in use, (batch, keys) bool. first_query: the key
-    at the first query's position; None if queries are another sequence."""
+    """Return the rows in use, (batch, 4). first_query: its key; None in another sequence."""
     start = in_use.int().argmax(dim=-1)
     end = start + in_use.sum(dim=-1)
     if first_query is None:
@@ -183,9 +178,8 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
 
 
 def _packed(band: Band, request: _Request) -> torch.Tensor:
-    """Return the packed form for the ids of a band, or the dense mask if an id occurs again later.
-    torch.compile cannot count: ids that transformers made from position_ids give the uncounted
-    form."""
+    """Return the packed form of a band, or a dense mask if ids recur; under torch.compile, which
+    cannot count, the uncounted form for ids of position_ids."""
     tracing = torch.compiler.is_compiling()
     lengths, ids, positions = request.lengths, band.sequences, band.positions
     window = _window_of(Band(band.low, band.high))
@@ -219,7 +213,6 @@ def _packed(band: Band, request: _Request) -> torch.Tensor:
 
 
 def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
-    """Return the band that equals an evaluated pattern, or None. seen: (batch, 1, q, kv) bool."""
     queries = lengths.q_offset + torch.arange(lengths.q_length, device=seen.device)
     keys = lengths.kv_offset + torch.arange(lengths.kv_length, device=seen.device)
     distances = (queries[:, None] - keys).expand(seen.shape)
@@ -234,8 +227,6 @@ def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
 
 
 def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) -> torch.Tensor:
-    """Evaluate the mask, and log the reason once. pattern: the mask without padding, if it has been
-    evaluated."""
     lengths, padding = request.lengths, request.attention_mask
     if pattern is None:
         seen = _evaluated(request)
@@ -256,7 +247,6 @@ def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) 
 
 
 def _evaluated(request: _Request) -> torch.Tensor:
-    """Return the pattern where keys are no padding: (batch, 1, q_length, kv_length) bool."""
     from transformers.masking_utils import sdpa_mask
 
     seen: Any = sdpa_mask(
@@ -282,5 +272,4 @@ def _counted(seen: torch.Tensor) -> torch.Tensor:
 
 
 def _name_of(mask_function: Callable | None) -> str:
-    """Return the function's name, which is the same for all functions of one kind."""
     return getattr(mask_function, "__qualname__", type(mask_function).__name__)

@@ -83,7 +83,6 @@ def _check_is_band(other: Any) -> None:
 
 
 def _common_positions(one: Band, other: Band) -> torch.Tensor | None:
-    """Return the positions that the bounds of both apply to."""
     if not one.is_bounded:
         return other.positions
     if other.is_bounded and other.positions is not one.positions:
@@ -166,8 +165,6 @@ class _Value:
 
 
 class _Magnitude:
-    """The absolute value of a `_Value`."""
-
     def __init__(self, value: _Value) -> None:
         self.value = value
 
@@ -182,7 +179,6 @@ class _Magnitude:
 
 
 def _sum(value: _Value, other: Any, sign: int) -> _Value:
-    """Return value + sign * other."""
     if type(other) is int:
         return _Value(value.of_query, value.of_key, value.constant + sign * other, value.table)
     if not isinstance(other, _Value) or value.table is not other.table:
@@ -196,7 +192,6 @@ def _sum(value: _Value, other: Any, sign: int) -> _Value:
 
 
 def _at_most_zero(value: _Value) -> Band:
-    """Return the pairs for which a value is at most 0."""
     of_query, of_key, constant = value.of_query, value.of_key, value.constant
     if of_query == 1 and of_key == -1:
         return Band(high=-constant, positions=value.table)

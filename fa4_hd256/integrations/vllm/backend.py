@@ -101,8 +101,6 @@ class Backend(AttentionBackend):
 
 
 class Impl(AttentionImpl[Metadata]):
-    """Attention of one layer."""
-
     def __init__(
         self,
         num_heads: int,
@@ -198,8 +196,7 @@ class Impl(AttentionImpl[Metadata]):
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sides: tuple[int | None, int | None],
     ) -> Callable[..., Any]:
-        """Return a call without its `out`. inputs: q as of `_of_requests`, k, v. sides: keys that a
-        query sees to the left and to the right of its own."""
+        """Return a call without `out`. inputs: q of `_of_requests`, k, v. sides: visible keys."""
         options: dict[str, Any] = {
             "max_seqlen_k": requests.longest_k,
             "softmax_scale": self.scale,
@@ -256,7 +253,6 @@ class Impl(AttentionImpl[Metadata]):
         return k_cache, v_cache
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_halves` in the dtype of their values."""
         return self._halves(kv_cache if self.kv_dtype is None else kv_cache.view(self.kv_dtype))
 
     def _score_mod(self, device: torch.device) -> ScoreMod | None:
@@ -266,8 +262,7 @@ class Impl(AttentionImpl[Metadata]):
 
 
 def _of_requests(tensor: torch.Tensor, requests: Requests) -> torch.Tensor:
-    """Return a call's rows, (rows, heads, 256), or (requests, queries of each, heads, 256) where it
-    is dense."""
+    """Return a call's rows, (rows, heads, 256), or dense (requests, queries, heads, 256)."""
     rows = requests.rows
     if rows.stop - rows.start != tensor.shape[0]:
         tensor = tensor[rows]
@@ -280,7 +275,6 @@ def _write_rows(
     slots: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Write new keys and values to caches in CPU memory, where vLLM's own kernel cannot."""
     used = slots >= 0
     block, row = slots[used] // caches[0].shape[1], slots[used] % caches[0].shape[1]
     for new, cache, scale in zip(rows, caches, scales):

@@ -23,7 +23,6 @@ from .metadata import Builder
 
 
 def _is_ours(kv_cache_spec: Any) -> bool:
-    """Return True for a cache of ours; for None if the model's head size is ours."""
     if kv_cache_spec is not None:
         return getattr(kv_cache_spec, "head_size", None) == HEAD_DIM
     config = get_current_vllm_config_or_none()
@@ -33,8 +32,6 @@ def _is_ours(kv_cache_spec: Any) -> bool:
 
 
 class FlashAttn(FlashAttentionBackend):
-    """Answers to vLLM's checks: ours for head size 256, else those of vLLM's backend."""
-
     @classmethod
     def validate_configuration(cls, head_size: int, **facts: Any) -> list[str]:
         if head_size == HEAD_DIM:

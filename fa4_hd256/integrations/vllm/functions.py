@@ -97,6 +97,5 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:
-    """Return None: the operator's own rule splits the keys. vLLM copies a plan into memory that is
-    too small for one of `fa4_hd256.get_scheduler_metadata`."""
+    """Return None: the operator splits keys. vLLM's memory is too small for metadata of ours."""
     return None

@@ -27,7 +27,6 @@ MOST_DENSE = USES[_DECODE] or 0
 def warm_up(
     kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
 ) -> None:
-    """Compile and load what the layers can need, and log how long that took."""
     made = load(kernels_of_layers(kv_cache_spec, layer_names, vllm_config, device), device)
     logging.getLogger("fa4_hd256").info(
         "%d kernels of %d layers, %d of them compiled, in %.1f s",
@@ -41,7 +40,6 @@ def warm_up(
 def kernels_of_layers(
     kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
 ) -> list[KernelSpec]:
-    """Return the kernels that steps of the layers can need, of any requests and any lengths."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
     found = dict[KernelSpec, None]()
     for layer in layers.values():
@@ -78,7 +76,6 @@ def _of_layer(
 
 
 def _masks(impl: Any, vllm_config: Any) -> tuple[Mask, ...]:
-    """Return the masks of a layer's calls."""
     both_sides = Mask(False, (impl.reach, impl.reach))
     if impl.attn_type != AttentionType.DECODER:
         return (both_sides,)

@@ -120,8 +120,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        """Compile and load all kernels that the layers can need, unless vLLM's option
-        `enable_jit_warmup` is off."""
+        """Compile and load the layers' kernels, unless `enable_jit_warmup` is off."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.is_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -145,8 +144,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Metadata:
-        """common_prefix_len: always 0 (vLLM has no cascade attention). A prefix that requests share
-        is in the block tables of all of them."""
+        """Build metadata. common_prefix_len is 0; shared prefixes are in all block tables."""
         common = common_attn_metadata
         images = self._images(common) if common.causal is True else None
         return Metadata(
@@ -213,7 +211,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         longest_q: int,
         end: int | None = None,
     ) -> Requests:
-        """Return the requests of these places, whose queries are rows `begin` to `end`."""
         last = None if places.stop is None else places.stop + 1
         starts = common.query_start_loc[places.start : last]
         end = common.num_actual_tokens if end is None else end
@@ -230,13 +227,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
 
     def _each(self, longest: int, count: int, rows: int) -> int | None:
-        """NOTE [dense]. longest: bound of the queries of so many requests, which have so many
-        rows."""
+        """NOTE [dense]. longest: bound of the queries of so many requests and rows."""
         is_few = longest <= min(self._decode_queries, MOST_DENSE)
         return longest if is_few and longest * count == rows and not self.is_invariant else None
 
     def _by_causality(self, common: CommonAttentionMetadata) -> tuple[Requests, ...]:
-        """Return two calls of all requests. The host does not know the flags."""
         assert isinstance(common.causal, torch.Tensor)
         count, keys = common.seq_lens.shape[0], common.seq_lens
         if common.causal.shape != (count,):
@@ -300,8 +295,7 @@ def _rounded_up(keys: int) -> int:
 
 @dataclass(frozen=True)
 class _Span:
-    """Rows of a step that lie in one image. row: the first one, in q; end: keys of the request up
-    to the last one."""
+    """Rows of a step in one image. row: the first in q; end: keys up to the last."""
 
     place: int
     row: int

@@ -8,9 +8,8 @@ from ...environment import replaces_flash_attn
 
 
 def register() -> None:
-    """Register the backend as CUSTOM: the one name that vLLM also knows in processes that it
-    spawns. With FA4_HD256_VLLM_FLASH_ATTN=1 also register FLASH_ATTN, for head size 256. A backend
-    that another plug-in has registered stays, and the log says so."""
+    """Register CUSTOM, known in spawned processes, and with FA4_HD256_VLLM_FLASH_ATTN=1 FLASH_ATTN
+    for head size 256; other plug-ins' stay, with a line in the log."""
     _register("CUSTOM", f"{__package__}.backend.Backend")
     if replaces_flash_attn():
         _register("FLASH_ATTN", f"{__package__}.flash_attn.FlashAttn")
