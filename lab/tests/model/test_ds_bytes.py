@@ -1,4 +1,4 @@
-"""Bytes of dS of a call, as docs/training.md prints them."""
+"""Bytes of dS of a call, as lab/docs/ds_bytes.md prints them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, count_blocks, cou
 from fa4_hd256.kernels.rows.sequences import DS_BEGINS
 from lab.model.calls import backward_problem
 
-PAGE = Path(__file__).parents[3] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ds_bytes.md"
 HEADS = 16, 2
 RAGGED = ragged_lengths(64, 4096)
 
