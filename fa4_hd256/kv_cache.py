@@ -105,9 +105,9 @@ def flash_attn_with_kvcache(
         cache_seqlens counts the rows before it, which may hold anything, NaN too.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
     cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v; nothing without these.
-    rotary_cos, rotary_sin: (positions, rotary_dim / 2), typed like q or float32: rotary embedding
-        of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of q: at
-        cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), both typed like q or both float32: rotary
+        embedding of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of
+        q: there if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
     rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
     max_seqlen_k: a bound on the rows in use with page_table, new ones too, that num_splits follows
@@ -131,8 +131,8 @@ def flash_attn_with_kvcache(
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
     Nothing waits for the device, so that CUDA graphs can hold calls. On the CPU, and on a GPU where
-    FA4_HD256_CHECK_PAGES is 1, a ValueError names an entry that there is not, a row of k and v that
-    has no place in the cache (else it is not written), a position past rotary_cos (else NaN).
+    FA4_HD256_CHECK_PAGES is 1, a ValueError names an entry that there is not, a new row without a
+    place of its own in the cache (not written if it has none), a position past rotary_cos (NaN).
 
     Returns out like q, or (out, lse); lse: float32 (batch, heads, seqlen_q), or (heads, total_q)
     with cu_seqlens_q. There are no gradients.

@@ -198,11 +198,14 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
     written = new.behind(call.lengths)
     check_within("a new row would be row", written, call.capacity, "the rows of the cache")
     if table is not None:
-        entries = table[new.sequence, written // call.k_cache.shape[1]]
+        rows = call.k_cache.shape[1]
+        entries = table[new.sequence, written // rows].long()
         check_within(
             "a new row belongs to page or batch entry", entries, len(call.k_cache),
             "those of the cache",
         )  # fmt: skip
+        kind = "batch entry" if call.page_table is None else "page"
+        _check_places_apart(entries * rows + written % rows, rows, kind)
     if call.rotary_cos is not None:
         queries = _Positions.of(call.q, call.cu_seqlens_q)
         if not ordered:
@@ -214,6 +217,19 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
                 "the positions of rotary_cos",
             )  # fmt: skip
     return counted(call.lengths, call.k, call.cu_seqlens_k_new)
+
+
+def _check_places_apart(places: torch.Tensor, rows: int, kind: str) -> None:
+    """Raise ValueError for two new rows with one place in the cache. places: integers, entry * rows
+    + row. rows: of an entry. kind: of the entries. Waits for the device."""
+    found, counts = places.unique(return_counts=True)
+    twice = found[counts > 1]
+    if twice.numel():
+        entry, row = divmod(int(twice[0]), rows)
+        raise ValueError(
+            f"two new rows would be row {row} of {kind} {entry} of the cache; accepted: a place of "
+            "its own for each"
+        )
 
 
 class _Positions(NamedTuple):
@@ -426,6 +442,10 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             raise TypeError(f"{name} has dtype {table.dtype}; accepted: {q.dtype} or torch.float32")
         if table.device != q.device:
             raise ValueError(f"{name} is on {table.device}; accepted: {q.device}, like q")
+    if cos.dtype != sin.dtype:
+        raise TypeError(
+            f"rotary_cos is {cos.dtype}, rotary_sin {sin.dtype}; accepted: one dtype of both"
+        )
     rotated = 2 * cos.shape[-1] if cos.ndim == 2 and len(cos) else 0
     if cos.shape != sin.shape or not 0 < rotated <= HEAD_DIM or rotated % ROTARY_MULTIPLE:
         raise ValueError(

@@ -336,6 +336,10 @@ WRONG = {
         {"cache_leftpad": int32([0], "cpu")}, ValueError, r"accepted: \(2,\), one number"
     ),
     "sin alone": ({"rotary_sin": randn(16, 8)}, TypeError, "rotary_cos is None"),
+    "tables of two dtypes": (
+        {"rotary_cos": randn(16, 8).float(), "rotary_sin": randn(16, 8)}, TypeError,
+        "rotary_cos is torch.float32, rotary_sin torch.bfloat16; accepted: one dtype of both",
+    ),
     "an odd part": (
         {"rotary_cos": randn(16, 9), "rotary_sin": randn(16, 9)}, ValueError, "multiple of 16"
     ),
@@ -359,6 +363,19 @@ WRONG = {
     "a table without pages": (
         {"page_table": torch.zeros(2, 0, dtype=torch.int32), "cache_seqlens": 0}, ValueError,
         r"page_table has shape \(2, 0\) on cpu; accepted: \(2, pages of the longest",
+    ),
+    "an entry twice": (
+        {"cache_batch_idx": int32([1, 1], "cpu"), "cache_seqlens": 4}, ValueError,
+        "two new rows would be row 4 of batch entry 1 of the cache; accepted: a place of its own",
+    ),
+    "a page twice": (
+        {"page_table": int32([[0, 1], [1, 0]], "cpu"), "cache_seqlens": int32([19, 3], "cpu")},
+        ValueError, "two new rows would be row 3 of page 1 of the cache; accepted: a place of",
+    ),
+    "a page twice in a sequence": (
+        {"page_table": int32([[0, 0], [1, 1]], "cpu"), "cache_seqlens": int32([15, 3], "cpu"),
+         "k": randn(2, 17, 1, 256), "v": randn(2, 17, 1, 256)},
+        ValueError, "two new rows would be row 15 of page 0",
     ),
     "no such entry": (
         {"cache_batch_idx": int32([0, 7], "cpu")}, ValueError,
