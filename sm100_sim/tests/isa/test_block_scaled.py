@@ -147,6 +147,51 @@ def test_small_floats(types):
     assert np.array_equal(result(ctas, 128, 32), values_of(a, types[0]) @ values_of(b, types[1]).T)
 
 
+#: First bit of an element in its byte of tensor memory (PTX ISA, packing formats).
+FIRST_BIT = {"e2m3": 0, "e3m2": 0, "e2m1": 2}
+
+
+def put_in_bytes(cta, column: int, codes: np.ndarray, name: str) -> None:
+    """Put a row of A in each lane, an element in each byte, the lowest k lowest."""
+    columns = codes.shape[1] // 4
+    words = (codes << FIRST_BIT[name]).astype(np.uint8).view(np.uint32)
+    cta.tmem.cells[column : column + columns] = words.T
+
+
+@pytest.mark.parametrize("name", FIRST_BIT)
+def test_small_floats_in_tensor_memory(name):
+    (cta,) = ctas = make_ctas(1)
+    a, b = random_codes((128, 64), name), random_codes((32, 64), "e4m3")
+    put_in_bytes(cta, 64, a, name)
+    b_raw = pack(cta.smem, b, "e4m3", False, B_AT)
+    descriptor = decode_instruction(plain_descriptor(128, 32, name), "f8f6f4", 1)
+    tensor_core.execute(
+        [Mma(ctas, descriptor, 0, 64 + 8 * i, y, True, i > 0) for i, y in enumerate(b_raw)]
+    )
+    assert np.array_equal(result(ctas, 128, 32), values_of(a, name) @ values_of(b, "e4m3").T)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "bit", "bits"),
+    [("e2m1", 128, 1, "2 to 5"), ("e2m1", 64, 6, "2 to 5"), ("e2m3", 128, 6, "0 to 5"),
+     ("e3m2", 128, 7, "0 to 5")],
+)  # fmt: skip
+def test_bits_beside_an_element_in_tensor_memory_are_refused(name, m, bit, bits):
+    (cta,) = ctas = make_ctas(1)
+    b_raw = pack(cta.smem, random_codes((32, 64), "e4m3"), "e4m3", False, B_AT)
+    descriptor = decode_instruction(plain_descriptor(m, 32, name), "f8f6f4", 1)
+    columns = 64, 80
+    for column in columns:
+        put_in_bytes(cta, column, np.zeros((128, 32), int), name)
+    mmas = [Mma(ctas, descriptor, 0, *each, True, i > 0)
+            for i, each in enumerate(zip(columns, b_raw, strict=True))]  # fmt: skip
+    tensor_core.execute(mmas)
+    cta.tmem.cells[83, 37] |= 1 << 8 + bit
+    where = f"A of type {name} in tensor memory at column 83, lane 37: byte 1 is {1 << bit:#04x}"
+    with pytest.raises(TmemError, match=f"{where}, set outside bits {bits}"):
+        tensor_core.execute(mmas)
+
+
 def scale_codes(shape, name: str) -> np.ndarray:
     return RNG.integers(125, 130, shape) if name == "ue8m0" else RNG.integers(0x30, 0x48, shape)
 
@@ -400,7 +445,7 @@ def test_four_row_copy_reaches_one_lane_of_each_sub_partition():
 COPY_KERNEL = """
     mov.u32 %r1, %tid.x;
     mov.u32 %r2, smem;
-    shl.b32 %r3, %r1, 2;  add.u32 %r3, %r3, %r2;  add.u32 %r4, %r1, 1000;
+    shl.b32 %r3, %r1, 2;  add.u32 %r3, %r3, %r2;  FILL
     st.shared.u32 [%r3+2048], %r4;
     setp.lt.u32 %p1, %r1, 32;
     setp.eq.u32 %p2, %r1, 0;
@@ -434,11 +479,15 @@ LOOP: mbarrier.try_wait.parity.shared::cta.b64 %p3, [smem+1032], 0;
 """
 
 
-def copied(shape: str, shift: str = "", wait: str = WAITING, **options):
+ONE_MORE = "add.u32 %r4, %r1, 1000;"
+
+
+def copied(shape: str, shift: str = "", wait: str = WAITING, fill: str = ONE_MORE, **options):
     out = np.zeros((128, 4), np.uint32)
     # 8-row groups 128 bytes apart.
     descriptor = encode_matrix(MatrixDescriptor(0, 0, 128, 0))
     body = COPY_KERNEL.replace("DESCRIPTOR", str(descriptor)).replace("SHAPE", shape)
+    body = body.replace("FILL", fill)
     body = body.replace("SHIFTED", str(32 << 16)).replace("SHIFT", shift).replace("WAIT", wait)
     report = run_kernel_text(body, [out], block=(512, 1, 1), dynamic_smem=8192, **options)
     return out, report
@@ -455,6 +504,31 @@ def test_copy_in_a_kernel(key, schedule):
     assert report.instructions["tcgen05.cp"]["warps"] == 1
 
 
+def decompressed(unit: bytes, width: int, first_bit: int) -> bytes:
+    """Return 16 bytes with an element each of a unit of 16 elements and their padding."""
+    whole = int.from_bytes(unit, "little")
+    return bytes((whole >> width * i & (1 << width) - 1) << first_bit for i in range(16))
+
+
+def test_elements_of_a_decompressed_unit_lie_where_the_formats_say():
+    """1.0 is 0x2 in e2m1 and 0xC in e3m2; the padding is not read."""
+    assert decompressed(b"\x22" * 8 + b"\xff" * 8, 4, 2) == b"\x08" * 16
+    assert decompressed(bytes.fromhex("0cc330" * 4) + b"\xff" * 4, 6, 0) == b"\x0c" * 16
+
+
+@pytest.mark.parametrize(("source", "width", "bit"), [("b4x16_p64", 4, 2), ("b6x16_p32", 6, 0)])
+@pytest.mark.parametrize("key", [key for key in WARP_ROWS if key[0] != "128x256b"], ids=".".join)
+def test_decompressing_copy_in_a_kernel(key, source, width, bit):
+    shape = ".".join((*filter(None, key), "b8x16", source))
+    out, report = copied(shape, fill="mul.lo.u32 %r4, %r1, 2654435761;", sanitize=True)
+    stored = (np.arange(512, dtype=np.uint64) * 2654435761).astype(np.uint32).reshape(128, 4)
+    want = [decompressed(row.tobytes(), width, bit) for row in stored]
+    for warp, first in enumerate(WARP_ROWS[key]):
+        found = [row.tobytes() for row in out[32 * warp : 32 * warp + 32]]
+        assert found == want[first : first + 32]
+    assert report.findings == []
+
+
 def test_shift_moves_rows_down():
     shift = "@%p2 tcgen05.shift.cta_group::1.down [%r7];"
     out, _ = copied("32x128b.warpx4", shift)
@@ -463,6 +537,7 @@ def test_shift_moves_rows_down():
     assert np.array_equal(out[32:64], rows[[0, *range(31)]])
 
 
-def test_unawaited_copy_is_found():
-    _, report = copied("32x128b.warpx4", wait="", sanitize=True)
+@pytest.mark.parametrize("formats", ["", ".b8x16.b4x16_p64"])
+def test_unawaited_copy_is_found(formats):
+    _, report = copied("32x128b.warpx4" + formats, wait="", sanitize=True)
     assert any("tcgen05.cp" in finding for finding in report.findings)

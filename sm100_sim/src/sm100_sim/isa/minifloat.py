@@ -15,6 +15,14 @@ ELEMENTS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
 BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4, "ue8m0": 8, "ue4m3": 8}
 
 
+#: Bits of an element by packing format: 16 elements, then padding, in 16 bytes.
+PADDED = {"b4x16_p64": 4, "b6x16_p32": 6}
+#: NOTE [small elements in tensor memory]: A of 4 or 6 bits has a byte for each element there, which
+#: begins at this bit of it; the other bits are 0 (PTX ISA, "Packing formats" and "Optional
+#: Decompression", figures). So e2m1 lies as the same number in e2m3 does.
+FIRST_BIT = {4: 2, 6: 0}
+
+
 def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
     """All values of a format with a sign, as float32, without its special values."""
     codes = np.arange(1 << 1 + exponent_bits + mantissa_bits)
@@ -70,6 +78,14 @@ def unpack_padded(raw: np.ndarray, bits: int) -> np.ndarray:
         word = packed[..., 0] | packed[..., 1] << 8 | packed[..., 2] << 16
         codes = np.stack([word >> 6 * i & 63 for i in range(4)], axis=-1).astype(np.uint8)
     return codes.reshape(raw.shape)
+
+
+def decompress(raw: np.ndarray, bits: int) -> np.ndarray:
+    """Return 16-byte units as tensor memory has them: see NOTE [small elements in tensor memory].
+
+    raw: as of `unpack_padded`; the result has the same shape.
+    """
+    return unpack_padded(raw, bits) << FIRST_BIT[bits]
 
 
 def unpack_nibbles(raw: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sm100_sim.isa import minifloat
 from sm100_sim.isa.columns import MemoryAccess, Rule, Ties
 from sm100_sim.isa.emitter import LANES, Emitter, splat
 from sm100_sim.isa.table import computes, inline_op, split_modifiers, unknown
@@ -25,7 +26,6 @@ from .memory import host_pointers
 
 _SPACES = ("shared", "shared::cta", "")
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}
-_UNPACKED_BITS = {"b4x16_p64": 4, "b6x16_p32": 6}
 
 
 class Piece(NamedTuple):
@@ -154,7 +154,7 @@ def load_matrix(e: Emitter, i: Instruction) -> None:
         ("trans", ""),
         _SPACES,
         ("b16", "b8", "b8x16"),
-        (*_UNPACKED_BITS, ""),
+        (*minifloat.PADDED, ""),
     )
     count = _COUNTS[number]
     legal = {
@@ -167,7 +167,7 @@ def load_matrix(e: Emitter, i: Instruction) -> None:
     }[shape]
     if not legal:
         raise unknown(i, "combination of shape, number, .trans and type")
-    bits = _UNPACKED_BITS.get(packed, 8)
+    bits = minifloat.PADDED.get(packed, 8)
     registers = [r for matrix in range(count) for r in _registers(shape, bool(trans), matrix, bits)]
     items = _items(i, i.operands[0], len(registers))
     lanes = count * (16 if shape == "m16n16" else 8)

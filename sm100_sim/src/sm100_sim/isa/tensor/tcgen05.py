@@ -26,7 +26,6 @@ from sm100_sim.state.events import Waiting
 from sm100_sim.state.tmem import LANES
 from sm100_sim.state.warp import predicate_reader, uniform
 
-from .. import minifloat
 from ..columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from ..shared import shared_address, submit
 from ..table import effect_of, machine_op, unknown
@@ -457,10 +456,5 @@ def _checked_descriptor(raw: int, form: _Form, a_in_tmem: bool) -> InstructionDe
         raise TmemError(
             f"tcgen05.mma.cta_group::2 with A in TMEM: N {descriptor.n}, accepted 32..256 in steps "
             "of 32; with A in shared memory N goes in steps of 16"
-        )
-    if a_in_tmem and minifloat.BITS.get(descriptor.a_type, 8) < 8 and not descriptor.kind.packed:
-        raise UnknownInstruction(
-            f"tcgen05.mma.kind::{form.kind} with A of type {descriptor.a_type} in tensor memory is "
-            "not modelled"
         )
     return descriptor

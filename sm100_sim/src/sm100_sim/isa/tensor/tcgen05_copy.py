@@ -2,7 +2,8 @@
 
 PTX ISA 9.3, "tcgen05.cp", "tcgen05.shift" and "Data Movement Shape". Both take effect in the order
 of issue with the MMAs of the CTA or pair. A source row of 128 or 256 bits is one or two 16-byte
-chunks of a K-major matrix descriptor.
+chunks of a K-major matrix descriptor. A copy that decompresses makes 16 bytes of the 16 elements of
+a chunk (PTX ISA, "Optional Decompression").
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.state.tmem import LANES, split_address
 from sm100_sim.state.warp import uniform
 
+from .. import minifloat
 from ..columns import Effect, Event, Recorded, Rule, Ties
 from ..shared import submit
 from ..table import effect_of, machine_op, unknown
@@ -60,6 +62,22 @@ def source_chunks(raw: int, shape: CopyShape) -> np.ndarray:
     return (table[rows] >> 4).astype(np.intp)
 
 
+def _form_of(instruction) -> tuple[int, CopyShape, int]:
+    """Return (.cta_group, shape, bits of each element of a copy that decompresses, or 0)."""
+    group, rest = groups(instruction)
+    formats = [part for part in rest if part.startswith("b")]
+    if formats not in ([], *(["b8x16", source] for source in minifloat.PADDED)):
+        accepted = " and ".join(f".b8x16.{source}" for source in minifloat.PADDED)
+        raise unknown(instruction, f"formats of tcgen05.cp; accepted: {accepted}")
+    rest = [part for part in rest if part not in formats]
+    multicast = "".join(part for part in rest if part.startswith("warpx"))
+    shape = SHAPES.get(("".join(part for part in rest if part[:1].isdigit()), multicast))
+    if shape is None or len(rest) != 1 + bool(multicast):
+        accepted = ", ".join(".".join(filter(None, key)) for key in SHAPES)
+        raise unknown(instruction, f"shape of tcgen05.cp; accepted: {accepted}")
+    return group, shape, minifloat.PADDED[formats[1]] if formats else 0
+
+
 def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
     return base + np.array([lane for lane, row in enumerate(shape.rows) if row >= 0])
 
@@ -74,15 +92,8 @@ def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
     ties=Ties.NEVER,
 )
 def bind_copy(instruction, kernel):
-    """tcgen05.cp.cta_group.shape{.multicast} [taddr], descriptor."""
-    group, rest = groups(instruction)
-    if any(part.startswith(("b8x16", "b6x16", "b4x16")) for part in rest):
-        raise unknown(instruction, "decompressing copies are not modelled")
-    multicast = "".join(part for part in rest if part.startswith("warpx"))
-    shape = SHAPES.get(("".join(part for part in rest if part[:1].isdigit()), multicast))
-    if shape is None or len(rest) != 1 + bool(multicast):
-        accepted = ", ".join(".".join(filter(None, key)) for key in SHAPES)
-        raise unknown(instruction, f"shape of tcgen05.cp; accepted: {accepted}")
+    """tcgen05.cp.cta_group.shape{.multicast}{.b8x16.source} [taddr], descriptor."""
+    group, shape, bits = _form_of(instruction)
     target, source = uniform(instruction.operands[0], 32), uniform(instruction.operands[1], 64)
     effect = effect_of(instruction)
 
@@ -101,7 +112,8 @@ def bind_copy(instruction, kernel):
         def perform() -> None:
             for cta in ctas:
                 units = cta.smem[: cta.smem.size & ~15].view(np.complex128)
-                rows = units[chunks].view(np.uint32)
+                rows = units[chunks].view(np.uint8)
+                rows = (minifloat.decompress(rows, bits) if bits else rows).view(np.uint32)
                 cta.tmem.cells[column : column + rows.shape[1], where] = rows.T
 
         submit(

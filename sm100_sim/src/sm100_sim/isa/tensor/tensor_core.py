@@ -22,7 +22,7 @@ from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.state.tmem import LANES, split_address
 
 from .. import minifloat
-from .descriptors import GatherPlan, InstructionDescriptor, gather_plan
+from .descriptors import K_BYTES, GatherPlan, InstructionDescriptor, gather_plan
 
 # ---------------------------------------------------------------- element decode to float32
 
@@ -270,9 +270,33 @@ def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
     raw = np.ascontiguousarray(cells.T).view(_RAW[kind.element_bytes])
     if kind.packed:
         raw = minifloat.unpack_nibbles(raw)
+    elif minifloat.BITS.get(mma.descriptor.a_type, 8) < 8:
+        raw = _small_codes(raw, mma, columns)
     _TO_FLOAT[mma.descriptor.a_type](raw, values := np.empty(raw.shape, np.float32))
     out[...] = values.T
     return out
+
+
+def _small_codes(raw: np.ndarray, mma: Mma, columns: Sequence[int]) -> np.ndarray:
+    """Return the codes of A of 4 or 6 bits, of which each has a byte of tensor memory.
+
+    raw: (rows, bytes of K); columns: the first of each instruction. Raises TmemError for a byte
+    with other bits set: see NOTE [small elements in tensor memory].
+    """
+    name = mma.descriptor.a_type
+    bits = minifloat.BITS[name]
+    first = minifloat.FIRST_BIT[bits]
+    codes = raw >> first & (1 << bits) - 1
+    stray = np.argwhere(codes << first != raw)
+    if len(stray):
+        row, byte = stray[0].tolist()
+        column = columns[byte // K_BYTES] + byte % K_BYTES // 4
+        lane = int(np.arange(LANES)[a_lanes(mma, rows_per_cta(mma))][row])
+        raise TmemError(
+            f"tcgen05.mma: A of type {name} in tensor memory at column {column}, lane {lane}: byte "
+            f"{byte % 4} is {raw[row, byte]:#04x}, set outside bits {first} to {first + bits - 1}"
+        )
+    return codes
 
 
 def rows_per_cta(mma: Mma) -> int:

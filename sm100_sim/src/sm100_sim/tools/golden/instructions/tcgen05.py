@@ -15,6 +15,7 @@ import numpy as np
 
 from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, encode_matrix
 
+from .. import inputs as make
 from ..cases import Case, head
 from ..ptx_text import declare
 from .tma import FILL, THREADS, dump
@@ -227,9 +228,24 @@ _COPIES: dict[str, tuple[Callable[[int], int], int]] = {
 }
 
 
-def _copy(shape: str) -> Probe:
-    """Shared memory to tensor memory: the source has no swizzle, 8 rows of 16 bytes together."""
+#: Source format of a copy that decompresses -> (bits of an element, its first one in a byte).
+_SOURCES = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}
+
+
+def _decompressed(words: np.ndarray, source: str) -> np.ndarray:
+    """Return 16-byte units, uint32 (..., 4), with an element of a source format in each byte."""
+    width, first = _SOURCES[source]
+    packed = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[..., : 16 * width]
+    spread = np.zeros((*words.shape[:-1], 16, 8), np.uint8)
+    spread[..., first : first + width] = packed.reshape(*words.shape[:-1], 16, width)
+    return np.packbits(spread, axis=-1, bitorder="little")[..., 0].view(np.uint32)
+
+
+def _copy(shape: str, source: str = "") -> Probe:
+    """Shared memory to tensor memory: the source has no swizzle, 8 rows of 16 bytes together.
+    source: its format, of a copy that decompresses."""
     row_of, width = _COPIES[shape]
+    form = f"{shape}.b8x16.{source}" if source else shape
     size, columns = LANES * 32, 32
     # Core matrices of 8 x 16 bytes: the second 16 bytes of the rows lie 2 KiB further.
     raw = encode_matrix(MatrixDescriptor(0, 2048, 128, 0))
@@ -238,20 +254,23 @@ def _copy(shape: str) -> Probe:
         f"{to_shared(size, 'p0', 'a', 'COPY_A')}fence.proxy.async;\nbar.sync 0;\n"
         "@!%first bra ISSUED;\nmov.u32 %r1, a;\nshr.u32 %r1, %r1, 4;\n"
         f"cvt.u64.u32 %da, %r1;\nor.b64 %da, %da, {raw:#x};\n"
-        f"tcgen05.cp.cta_group::1.{shape} [%taddr], %da;\n{commit}ISSUED:\n"
+        f"tcgen05.cp.cta_group::1.{form} [%taddr], %da;\n{commit}ISSUED:\n"
         f"{await_barrier('WAITING')}{dump_columns(columns, 'p1')}"
     )
     ptx = frame(f".shared .align 1024 .b8 a[{size}];\n", body, 1, columns, 2)
-    source = np.arange(size // 4, dtype=np.uint32) + np.uint32(0x5000)
+    words = np.arange(size // 4, dtype=np.uint32) + np.uint32(0x5000)
+    if source:
+        words = make.scrambled(600, size // 4).astype(np.uint32)
     # (half of a row, row, word)
-    rows = source.reshape(2, LANES, 4)
+    rows = words.reshape(2, LANES, 4)
+    rows = _decompressed(rows, source) if source else rows
     expected = np.full((LANES, columns), FILL, np.uint32)
     for lane in range(LANES):
         row = row_of(lane)
         if row >= 0:
             for half in range(width // 16):
                 expected[lane, 4 * half : 4 * half + 4] = rows[half, row]
-    case = Case(f"tcgen05/cp {shape}", "tcgen05", ptx, (source,), (np.zeros_like(expected),),
+    case = Case(f"tcgen05/cp {form}", "tcgen05", ptx, (words,), (np.zeros_like(expected),),
                 block=THREADS)  # fmt: skip
     return Probe(case, "which bytes of shared memory each lane and column gets", (expected,))
 
@@ -264,3 +283,5 @@ def probes() -> Iterator[Probe]:
             yield _store(shape, repeat)
     for shape in _COPIES:
         yield _copy(shape)
+        for source in _SOURCES:
+            yield _copy(shape, source)
