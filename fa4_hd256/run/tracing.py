@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import inspect
 import tempfile
@@ -25,6 +26,24 @@ def check_unchanged(problem_class: Any) -> None:
             kind.check_unchanged(asked.key)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage in the body.
+
+    A trace makes objects by the million, and most of them live until its end. Python would look
+    through these, and through those of the whole process, again and again.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@uncollected()
 def trace_and_compile(spec: KernelSpec) -> Any:
     """Trace and compile, past every cache; returns what `cute.compile` returned. Line information
     is kept, so that the simulator and profilers can name the Python line. Raises ValueError for

@@ -47,6 +47,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
+    """Freeze what conftests have imported, PyTorch above all: it stays, and a collection would look
+    through it. No tensor of a test is among it: `gc.get_objects`, by which the simulator finds live
+    tensors, leaves out what is frozen."""
+    gc.freeze()
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with first_alone(PROJECT / ".cache" / "collected"):
@@ -74,8 +78,7 @@ def first_alone(marker: Path) -> Iterator[None]:
 
 
 def pytest_collection_finish():
-    """Collect garbage, but less often, since tracing a kernel makes millions of objects. Nothing is
-    frozen: the simulator finds live tensors by `gc.get_objects`, which leaves out what is."""
+    """Collect garbage, but less often, since tracing a kernel makes millions of objects."""
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
 

@@ -46,10 +46,10 @@ CLUSTER = STEPS.replace("STEP", "add.f32 %f0, %f0, %f0;").replace(
 )
 
 
-def launch_of(text, block=128, cluster=1):
+def launch_of(text, block=128, cluster=1, steps=200):
     found = WholeLaunches("h200", 0)
     sm100_sim.launch_ptx(
-        text, "steps", [np.zeros(block, np.float32), 200], block=block, cluster=cluster,
+        text, "steps", [np.zeros(block, np.float32), steps], block=block, cluster=cluster,
         grid=cluster, options=found.options(),
     )  # fmt: skip
     (launch,) = found.launches
@@ -106,6 +106,6 @@ def test_a_whole_launch_is_no_faster_than_its_bytes():
 
 
 def test_clusters_with_a_barrier_are_not_put_side_by_side():
-    launch = launch_of(CLUSTER, cluster=2)
+    launch = launch_of(CLUSTER, cluster=2, steps=10)
     with pytest.raises(ValueError, match="one at a time"):
         clocks(launch, 2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
@@ -42,9 +43,32 @@ NEEDS = Needs(
 )  # fmt: skip
 
 
+@functools.cache
 def known(architecture, needs=NEEDS, model=MODEL):
     target = TARGETS[architecture]
     return set(specs_of(model, needs, target.architecture, target.gpu))
+
+
+@functools.cache
+def operands(is_packed_q, is_packed_k, queries):
+    """Return (offsets of either side, tensors of `quantize_mxfp8` by name) of random rows."""
+    begins = offsets((queries, 70)), offsets((500, 200))
+    sides = tuple(b if packed else None for b, packed in zip(begins, (is_packed_q, is_packed_k)))
+    shapes = [
+        (side[-1], heads, 256) if side is not None else (2, rows, heads, 256)
+        for side, rows, heads in (
+            (sides[0], queries, 4), (sides[1], 700, 2), (sides[1], 700, 2),
+        )
+    ]  # fmt: skip
+    return sides, quantize_mxfp8(*map(torch.randn, shapes), *sides)._asdict()
+
+
+@functools.cache
+def trained_operands(is_packed, dtype):
+    """Return (offsets, tensors with gradients, those of `quantize_mxfp8_training` by name)."""
+    begins = (offsets((300, 70)),) * 2 if is_packed else (None, None)
+    tensors = inputs((370, 370), (4, 2), None if is_packed else 2, dtype)
+    return begins, tensors, quantize_mxfp8_training(*tensors, *begins)._asdict()
 
 
 def masked(mask):
@@ -58,20 +82,9 @@ def test_no_forward_takes_another_kernel(where, monkeypatch):
     pick = random.Random(3)
     with planned_kernels(monkeypatch) as found:
         for form, mask, queries in itertools.product(FORMS, MODEL.masks, (1, 300)):
-            begins = offsets((queries, 70)), offsets((500, 200))
-            sides = (
-                begins[0] if "packed" in form else None,
-                begins[1] if form == "packed" else None,
-            )
-            shapes = [
-                (side[-1], heads, 256) if side is not None else (2, rows, heads, 256)
-                for side, rows, heads in (
-                    (sides[0], queries, 4), (sides[1], 700, 2), (sides[1], 700, 2),
-                )
-            ]  # fmt: skip
-            given = quantize_mxfp8(*(torch.randn(shape) for shape in shapes), *sides)._asdict()
-            out = torch.empty(shapes[0], dtype=pick.choice(NEEDS.dtypes))
-            given |= {"out": out, "use_clc": pick.choice((False, True))}
+            sides, given = operands("packed" in form, form == "packed", queries)
+            out = torch.empty(given["q"].shape, dtype=pick.choice(NEEDS.dtypes))
+            given = given | {"out": out, "use_clc": pick.choice((False, True))}
             if pick.choice((False, True)):
                 given["out_gate"] = torch.zeros_like(out)
             if form == "block-mask":
@@ -100,10 +113,8 @@ def test_no_backward_takes_another_kernel(where, monkeypatch):
         for is_packed, mask, dtype, of_lse, use_clc in itertools.product(
             (False, True), MODEL.masks, NEEDS.dtypes, (False, True), (False, True)
         ):
-            begins = (offsets((300, 70)),) * 2 if is_packed else (None, None)
-            tensors = inputs((370, 370), (4, 2), None if is_packed else 2, dtype)
-            given = quantize_mxfp8_training(*tensors, *begins)._asdict()
-            given |= masked(mask) | {"use_clc": use_clc, "return_lse": True}
+            begins, tensors, given = trained_operands(is_packed, dtype)
+            given = given | masked(mask) | {"use_clc": use_clc, "return_lse": True}
             if is_packed:
                 given |= {"cu_seqlens_q": begins[0], "cu_seqlens_k": begins[1]}
                 out, lse = flash_attn_varlen_func(**given, max_seqlen_q=300)

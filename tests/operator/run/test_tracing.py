@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -102,6 +103,27 @@ def test_functions_that_changed_are_not_compiled(monkeypatch):
     monkeypatch.setattr(tracing, "build", lambda spec: pytest.fail("it was built"))
     with pytest.raises(ValueError, match="changed"):
         trace_and_compile(SPEC)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_meanwhile(monkeypatch, is_enabled):
+    """A trace that fails leaves the collector as it was, too."""
+
+    def failing(spec):
+        assert not gc.isenabled()
+        raise KeyError
+
+    monkeypatch.setattr(tracing, "check_unchanged", lambda problem_class: None)
+    monkeypatch.setattr(tracing, "build", failing)
+    assert gc.isenabled()
+    try:
+        if not is_enabled:
+            gc.disable()
+        with pytest.raises(KeyError):
+            trace_and_compile(SPEC)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 def test_the_target_is_set_for_the_body_alone(monkeypatch):
