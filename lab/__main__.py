@@ -13,7 +13,6 @@ COMMANDS = {
     "steps": "clocks of steps and tiles, forward and backward, beside flash-attn-4's and FROST's",
     "validate": "the timing model against published and measured figures, error by row",
     "calibrate": "sets of the timing model's constants that published rates do not contradict",
-    "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "predict": "attention on an H200 by the timing model, beside what was measured",
     "foreign": "whole launches of kernels of others: predicted, and measured on an H200",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
@@ -26,14 +25,7 @@ COMMANDS = {
 #: Title of the help -> commands.
 GROUPS = {
     "modelled": ("steps",),
-    "the model against measurements": (
-        "validate",
-        "calibrate",
-        "hopper",
-        "predict",
-        "foreign",
-        "peers",
-    ),
+    "the model against measurements": ("validate", "calibrate", "predict", "foreign", "peers"),
     "measured or simulated": ("ranks", "parallel", "mutation"),
     "pages": ("tables", "pictures"),
 }

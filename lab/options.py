@@ -63,16 +63,6 @@ def foreign(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def hopper(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
-    parser.add_argument(
-        "--missing", action="store_true", help="with --build, those without a measurement only"
-    )
-    parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
-    parser.add_argument("--kernel", default="", help="only those with this in their names")
-    add_output_options(parser)
-
-
 def mutation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
@@ -209,5 +199,4 @@ def tables(parser: argparse.ArgumentParser) -> None:
 
 
 def validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-hopper", action="store_true", help="leave `lab hopper` out")
     add_output_options(parser)

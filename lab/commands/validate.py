@@ -3,7 +3,7 @@
 It leads with ratios of kernels on one machine. Then absolute rates, with the clock of each lab's
 GPU fitted to one half of its rows and tested on the other; errors by class of row; which
 aims are met. A rate counts only where the very kernel is compiled and replayed here; the others
-stand as published. Besides: a Hopper GPU (`lab hopper`).
+stand as published.
 """
 
 from __future__ import annotations
@@ -277,9 +277,5 @@ def main(arguments: argparse.Namespace) -> int:
         aims(found), ratios(found), of_gpus(found), steps(found), clocks(found), classes(found),
         rates(found, FORWARD), rates(found, BACKWARD), as_published(),
     ]  # fmt: skip
-    if not arguments.no_hopper:
-        from lab.commands import hopper
-
-        tables.append(hopper.compare())
     emit(tables, arguments)
     return 0

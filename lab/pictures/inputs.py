@@ -26,7 +26,7 @@ RATES = {
     "dense": ("throughput", "--modelled", "--group", "dense", "--heads", "8/8"),
     "few KV heads": ("throughput", "--modelled", "--group", "few KV heads"),
 }
-ACCURACY = ("validate", "--no-hopper")
+ACCURACY = ("validate",)
 #: Call of the timeline: full attention, two query heads that share their tiles, one CTA pair.
 SEQLEN = 1024
 #: Clocks that the timeline shows before and after the end of a tile.

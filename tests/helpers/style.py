@@ -79,8 +79,8 @@ _KNOWN = ("fa4_hd256/check", *_CHECK)
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
           "bench/measure", "bench/decode", "bench/serving", "bench/bringup", "bench/options",
           "bench/modelled")  # fmt: skip
-_LAB = ("lab/paths", "lab/published", "lab/micro", "lab/measure", "lab/whole", "lab/model",
-        "lab/tables", "lab/validation")  # fmt: skip
+_LAB = ("lab/paths", "lab/published", "lab/measure", "lab/whole", "lab/model", "lab/tables",
+        "lab/validation")  # fmt: skip
 
 #: Packages -> other packages that each may import (docs/architecture.md): those below it. A module
 #: is in the package of the longest name that its path begins with; a single file has its own name.
@@ -150,12 +150,11 @@ PACKAGES = {
     "lab/__main__": ("bench/command_line", "fa4_hd256", *_OPERATOR),
     "lab/paths": (*_BENCH, *_KNOWN),
     "lab/published": ("lab/paths", *_BENCH, *_KNOWN),
-    "lab/micro": (*_BENCH, *_KNOWN),
     "lab/measure": ("lab/paths", *_BENCH, *_KNOWN),
     "lab/whole": _KNOWN,
-    "lab/model": (*_BENCH, *_LAB[:5], *_KNOWN),
+    "lab/model": (*_BENCH, *_LAB[:4], *_KNOWN),
     "lab/tables": ("bench/__main__", *_BENCH, *_KNOWN),
-    "lab/validation": (*_BENCH, *_LAB[:6], *_KNOWN),
+    "lab/validation": (*_BENCH, *_LAB[:5], *_KNOWN),
     "lab/modelled": ("bench/commands", *_BENCH, *_LAB, *_KNOWN),
     "lab/pictures": ("bench/__main__", "lab/__main__", *_BENCH, *_LAB, *_KNOWN),
     "lab/options": (*_BENCH, *_LAB, *_KNOWN),

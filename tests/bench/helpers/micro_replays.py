@@ -40,16 +40,18 @@ def _cubin(ptx: str) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def clocks(kernel: Timed) -> float:
-    """Clocks of a round by the timing model."""
+def clocks(kernel: Timed, values: timing.Values | None = None) -> float:
+    """Clocks of a round by the timing model. values: constants, those of `MACHINE` by default."""
     report, ptx = simulate(kernel, trace=True), ptx_for_blackwell(kernel)
     compiled = timing.traced_program(report, ptx, timing.disassemble(_cubin(ptx))[ENTRY])
     # One CTA or pair has L2 to itself.
-    run = timing.replay_program(compiled, timing.load(MACHINE).values()._replace(sms=1.0))
+    values = values or timing.load(MACHINE).values()
+    run = timing.replay_program(compiled, values._replace(sms=1.0))
     return timing.clocks_measured(compiled, run) / kernel.rounds
 
 
-def figure(micro: Micro) -> float:
+def figure(micro: Micro, values: timing.Values | None = None) -> float:
     """The figure that a GPU with the model's clocks would give."""
-    wake = timing.load(MACHINE).values().barrier_wake if micro.wakes else 0.0
-    return micro.figure(*map(clocks, micro.kernels), wake=wake)
+    values = values or timing.load(MACHINE).values()
+    wake = values.barrier_wake if micro.wakes else 0.0
+    return micro.figure(*(clocks(kernel, values) for kernel in micro.kernels), wake=wake)

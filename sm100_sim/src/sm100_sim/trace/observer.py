@@ -28,7 +28,7 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
     lanes that want it: lanes that go together take as many clocks as one bank has different words
     to move. All lanes go together with up to 4 bytes each; half a warp with 8, a quarter with 16;
     two of these go together if every lane has the address of its neighbour, or of the one after
-    that. So an H200 was measured to do (`python -m lab hopper`, "shared loads").
+    that. So an H200 was measured to do (lab/micro/hopper_measured.json, "shared loads").
     """
     active = (masks[:, None] >> np.arange(32, dtype=np.uint32)) & 1 == 1
     if width <= BANK_BYTES:

@@ -1,1 +1,0 @@
-"""Measurements of single instructions and of a whole GPU, as JSON beside what makes them."""
