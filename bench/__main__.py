@@ -29,13 +29,14 @@ COMMANDS = {
 #: Title of the help -> commands.
 GROUPS = {
     "time on a GPU (without one: modelled, where lab/ is here)": (
-        "throughput", "decode", "masks", "schedulers", "ex2-sweep", "gate", "vllm", "sglang",
+        "throughput", "decode", "schedulers", "ex2-sweep",
     ),
+    "time on a GPU": ("masks", "gate", "vllm", "sglang"),
     "correctness": ("accuracy", "training", "bringup"),
     "analysis": ("host", "profile", "report"),
 }  # fmt: skip
 #: Commands that replay kernels on the timing model where there is no GPU, or with --modelled.
-MODELLED_WITHOUT_GPU = frozenset(("decode", "ex2-sweep", "masks", "schedulers", "throughput"))
+MODELLED_WITHOUT_GPU = frozenset(("decode", "ex2-sweep", "schedulers", "throughput"))
 
 
 def replays(arguments: Sequence[str]) -> bool:

@@ -83,7 +83,7 @@ def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
         "--machine",
         type=machine,
         default="b200",
-        help="of the model: b200, b300, h200, h100, or a file such as the report of a bringup",
+        help="of the model: b200, b300, gb200, gb300, or a file such as the report of a bringup",
     )
     parser.add_argument("--draws", type=int, default=draws, help="draws of its uncertain constants")
 
@@ -195,7 +195,6 @@ def masks(parser: argparse.ArgumentParser) -> None:
         default=MASK_SECONDS,
         help="of all runs of a row: where they take longer there are fewer",
     )
-    add_model_options(parser)
     add_sampling_options(parser)
     add_time_limit(parser)
     add_output_options(parser)

@@ -3,8 +3,7 @@ with.
 
 Ours with `block_mask=`, or with `score_mod=`, beside what training takes without it: SDPA with a
 dense mask or bias, and FlexAttention; ours under the causal mask alone says how fast it may get,
-and ours with the mask_mod evaluated in the kernels what bits spare. Measured on a CUDA GPU; without
-one the timing model has ours on Blackwell, with `block_mask=`, and what making the mask takes.
+and ours with the mask_mod evaluated in the kernels what bits spare. Needs a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.modelled import modelled
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
@@ -156,8 +154,6 @@ def chosen(only: str, names: Sequence[str] | None) -> tuple[list[AnyCase], list[
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
-    if arguments.modelled or not torch.cuda.is_available():
-        return modelled("masks", arguments)
     limit = TimeLimit(arguments.within)
     cases, providers = chosen(arguments.only, arguments.provider)
     sampling = Sampling(arguments.warmup, arguments.runs, arguments.seconds)

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bench.suite import BACKWARD, Case
+from bench.suite import Case
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from lab.model.calls import Chunk, backward_chunks
 from lab.model.machines import memory_seconds
 from lab.model.stored_tiles import dv_tiles, product_tiles
 from lab.model.tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 from lab.paths import Paths
-from lab.whole.conditions import BURST, Call, Conditions
-from lab.whole.problem import ALONE, Room, Schedule, TileCosts, Tiles, schedule
+from lab.whole.conditions import Call
+from lab.whole.problem import Schedule, TileCosts, Tiles, schedule
 from sm100_sim.timing import Values
 
 FLOAT_BYTES = 4.0
@@ -34,19 +34,15 @@ class GradientCalls:
 
     values: list[Values]
 
-    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        """All kernels one after the other, for each of the drawn machines, the central one first.
-        room: that those on tensor cores get."""
+    def calls(self, case: Case) -> list[Call]:
+        """All kernels one after the other, for each of the drawn machines, the central one
+        first."""
         raise NotImplementedError
 
-    def seconds(self, case: Case, room: Room = ALONE, conditions: Conditions = BURST) -> np.ndarray:
+    def seconds(self, case: Case) -> np.ndarray:
         """float64, predicted of `calls`."""
-        calls = zip(self.calls(case, room), self.values)
-        return np.array([one.seconds(values, conditions) for one, values in calls])
-
-    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """Return the TFLOPS by `Case.flop`, five GEMMs."""
-        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
+        calls = zip(self.calls(case), self.values)
+        return np.array([one.seconds(values) for one, values in calls])
 
 
 @dataclass(frozen=True)
@@ -69,22 +65,17 @@ class Backward(GradientCalls):
         found = backward_chunks(case, self.ds_bytes, self.tiling.gpu)
         return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
-    def run(self, chunk: Chunk, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        """The kernels of a chunk, once, under each of the drawn machines, the central one first.
-        room: of the machine that each launch gets."""
+    def run(self, chunk: Chunk) -> dict[str, list[Schedule]]:
+        """The kernels of a chunk, once, under each of the drawn machines, the central one first."""
         how = self.tiling
         return {
             kernel: [
-                schedule(self.tiles(kernel, chunk), costs, values, 2, how.policy, room,
-                         how.prefetches, how.claims)
+                schedule(_tiles(kernel, chunk, how), costs, values, 2, how.policy,
+                         claims=how.claims)
                 for costs, values in zip(self.costs(which), self.values)
             ]
             for kernel, which in _names(chunk).items()
         }  # fmt: skip
-
-    def tiles(self, kernel: str, chunk: Chunk) -> Tiles:
-        """Return the tiles of a kernel of a chunk, in order."""
-        return _tiles(kernel, chunk, self.tiling)
 
     def paths_of(self, case: Case) -> Paths:
         """Return the paths of the replays behind a case's prediction, which has been made."""
@@ -92,12 +83,9 @@ class Backward(GradientCalls):
         names = {name: None for chunk in plan for name in _names(chunk).values()}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
-    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        return self.calls_of(case, self.plan(case), room)
-
-    def calls_of(self, case: Case, chunks: Sequence[Chunk], room: Room = ALONE) -> list[Call]:
-        """Return `calls` in these chunks."""
-        runs = [(chunk.count, run) for chunk in chunks for run in self.run(chunk, room).values()]
+    def calls(self, case: Case) -> list[Call]:
+        chunks = self.plan(case)
+        runs = [(chunk.count, run) for chunk in chunks for run in self.run(chunk).values()]
         return [
             Call([(count, run[n]) for count, run in runs], self._beside(case, chunks, values))
             for n, values in enumerate(self.values)

@@ -8,18 +8,18 @@ clusters (`lab.whole.problem`). Nothing here is measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.suite import FORWARD, Case
+from bench.suite import Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.machines import memory_seconds
 from lab.model.tiles import ForwardTiling, forward_tiles
 from lab.paths import Paths
-from lab.whole.conditions import BURST, Call, Conditions
-from lab.whole.problem import ALONE, Room, Schedule, Tile, TileCosts, Tiles, schedule
+from lab.whole.conditions import Call
+from lab.whole.problem import Schedule, TileCosts, Tiles, schedule
 from sm100_sim.timing import Values
 
 
@@ -43,35 +43,28 @@ class Kernel:
         tiling = replace(self.tiling, num_splits=num_splits)
         return replace(self, tiling=tiling, last_wave=lambda case: None)
 
-    def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
-        """The case under each of the drawn machines, the central one first. room: of the machine
-        that the launch gets."""
-        return self.placed(_tiles(case, self.tiling), room)
-
-    def placed(self, tiles: Sequence[Tile] | Tiles, room: Room = ALONE) -> list[Schedule]:
-        """Schedule tiles in their order, for each of the drawn machines."""
-        how = self.tiling
+    def run(self, case: Case) -> list[Schedule]:
+        """The case under each of the drawn machines, the central one first."""
+        tiles, how = _tiles(case, self.tiling), self.tiling
         return [
-            schedule(
-                tiles, costs, values, how.cluster, how.policy, room, how.prefetches, how.claims
-            )
+            schedule(tiles, costs, values, how.cluster, how.policy, how.prefetches, how.claims)
             for costs, values in zip(self.costs, self.values)
         ]
 
-    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+    def calls(self, case: Case) -> list[Call]:
         """A call for each of the drawn machines, the central one first. With KV splits, the kernel
         that combines them is included."""
         in_two = self.last_wave(case)
         if in_two is not None:
-            behind = in_two.kernel.calls(in_two.rest, room)
+            behind = in_two.kernel.calls(in_two.rest)
             return [
                 Call([(1, found), *one.schedules], one.beside)
-                for found, one in zip(self.run(in_two.first, room), behind)
+                for found, one in zip(self.run(in_two.first), behind)
             ]
         parts, early = self.tiling.num_splits, self.tiling.dependent
         return [
             Call([(1, found)], combine_seconds(case, parts, values, early) if parts > 1 else 0.0)
-            for found, values in zip(self.run(case, room), self.values)
+            for found, values in zip(self.run(case), self.values)
         ]
 
     def paths_of(self, case: Case) -> Paths:
@@ -79,14 +72,10 @@ class Kernel:
         in_two = self.last_wave(case)
         return self.paths if in_two is None else self.paths + in_two.kernel.paths
 
-    def seconds(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+    def seconds(self, case: Case) -> np.ndarray:
         """float64, predicted for each of the drawn machines, the central one first."""
         calls = zip(self.calls(case), self.values)
-        return np.array([one.seconds(values, conditions) for one, values in calls])
-
-    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """Return the TFLOPS by `Case.flop`, at the kernel's head_dim."""
-        return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case, conditions) / 1e12
+        return np.array([one.seconds(values) for one, values in calls])
 
 
 @dataclass(frozen=True)

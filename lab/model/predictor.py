@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,8 +19,6 @@ from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.run.kernel_names import in_words
 from lab.model.backward import Backward
 from lab.model.forward import Kernel
-from lab.model.hopper import providers as hopper_providers
-from lab.model.hopper.attention import hopper
 from lab.model.ours import Ours
 from lab.model.peers import flash_attn_4, frost
 from lab.model.peers.flash_attn_4 import FlashAttention4, FlashAttention4Divided
@@ -80,11 +78,6 @@ _ALL: tuple[Provider, ...] = (
 PROVIDERS = {one.name: one for one in _ALL}
 
 
-def providers_of(machine: Machine) -> Mapping[str, Provider]:
-    """Return the providers with kernels for it."""
-    return hopper_providers.PROVIDERS if machine.architecture == "sm_90a" else PROVIDERS
-
-
 #: Builds that only published rates are of.
 HISTORY: tuple[Provider, ...] = (*flash_attn_4.HISTORY, *frost.HISTORY)
 
@@ -131,21 +124,16 @@ class Predictor:
     ratio_error: Callable[..., float] = lambda case, direction, **load: 0.0
     _kernels: dict = field(default_factory=dict)
 
-    @property
-    def providers(self) -> Mapping[str, Provider]:
-        return providers_of(self.machine)
-
     def refuses(self, provider: str, case: Case, direction: str) -> str | None:
         """Return why a case cannot be predicted, None if it can."""
-        if provider not in self.providers:
-            target = self.machine.architecture
-            return f"the timing model needs its kernels' SASS for {target}; measured only"
-        return self.providers[provider].refuses(case, direction)
+        if provider not in PROVIDERS:
+            return "the timing model needs its kernels' SASS; measured only"
+        return PROVIDERS[provider].refuses(case, direction)
 
     def forward(self, provider: str, case: Case, use_clc: bool = False, splits: int = 1) -> Kernel:
         """The kernel that a forward takes, replayed at the first call. use_clc: of ours. splits:
         parts of its keys."""
-        variant = self.providers[provider].variant(case, FORWARD, use_clc, splits > 1)
+        variant = PROVIDERS[provider].variant(case, FORWARD, use_clc, splits > 1)
         found = self._replayed(provider, FORWARD, variant)
         return found.divided(splits) if splits > 1 else found
 
@@ -154,13 +142,13 @@ class Predictor:
     ) -> Backward | FrostBackward:
         """The backward that a case takes, each of its kernels replayed where a case first needs
         it."""
-        variant = self.providers[provider].variant(case, BACKWARD, use_clc)
+        variant = PROVIDERS[provider].variant(case, BACKWARD, use_clc)
         return self._replayed(provider, BACKWARD, variant)
 
     def _replayed(self, provider: str, direction: str, variant: Hashable) -> Any:
         key = provider, direction, variant
         if key not in self._kernels:
-            chosen = self.providers[provider]
+            chosen = PROVIDERS[provider]
             make = getattr(chosen, direction)
             told = in_words(variant) or "full"
             with progress.step(f"replaying {provider} {chosen.version()}, {direction}: {told}"):
@@ -173,7 +161,7 @@ class Predictor:
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
-        use_clc, splits = self.providers[provider].default(case, direction, self.machine)
+        use_clc, splits = PROVIDERS[provider].default(case, direction, self.machine)
         if direction == BACKWARD:
             backward = self.backward(provider, case, use_clc)
             calls = backward.calls(case)
@@ -185,11 +173,9 @@ class Predictor:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (seconds of a burst, sustained seconds) of a call for each of the drawn
         machines."""
-        if self.machine.architecture == "sm_90a":
-            return hopper_providers.seconds(calls, values)
         burst, sustained = (
-            np.array([one.seconds(drawn, conditions) for one, drawn in zip(calls, values)])
-            for conditions in (BURST, SUSTAINED)
+            np.array([one.seconds(drawn, load) for one, drawn in zip(calls, values)])
+            for load in (BURST, SUSTAINED)
         )
         return burst, sustained
 
@@ -207,8 +193,11 @@ class Predictor:
 
 def predictor_of(machine: str, draws: int) -> Predictor:
     """Return a predictor for the machine of that name, whose ratios count with the error of their
-    class."""
+    class. Raises ValueError for a machine of Hopper."""
     chosen = load(machine)
     if chosen.architecture == "sm_90a":
-        chosen = hopper(machine)
+        raise ValueError(
+            f"machine {machine!r}: calls on Hopper are measured, and predicted by `python -m lab "
+            "predict`; accepted are machines of compute capability 10.x"
+        )
     return Predictor(chosen, draws, ratio_error)

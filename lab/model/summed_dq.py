@@ -18,7 +18,7 @@ from lab.model.calls import Chunk
 from lab.model.machines import memory_seconds
 from lab.model.tiles import PARTIAL_ROW, ROW, key_steps
 from lab.paths import Paths
-from lab.whole.problem import ALONE, Room, Schedule, Tile, Tiles, schedule
+from lab.whole.problem import Schedule, Tile, Tiles, schedule
 from sm100_sim.timing import Values
 
 #: Names of the kernel: where dK and dV leave at once, and where they are added up.
@@ -44,11 +44,11 @@ class SummedDq(Backward):
     def plan(self, case: Case) -> list[Chunk]:
         return [Chunk(case, 1, False)]
 
-    def run(self, chunk: Chunk, room: Room = ALONE) -> dict[str, list[Schedule]]:
+    def run(self, chunk: Chunk) -> dict[str, list[Schedule]]:
         which, tiles = kernel_of(chunk.case), tiles_of(chunk.case, self.step)
         return {
             which: [
-                schedule(tiles, costs, values, self.step.cluster, self.tiling.policy, room)
+                schedule(tiles, costs, values, self.step.cluster, self.tiling.policy)
                 for costs, values in zip(self.costs(which), self.values)
             ]
         }

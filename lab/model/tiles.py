@@ -43,43 +43,14 @@ Bounds = tuple[int | None, int | None]
 Place = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Order:
-    """Order of tiles, as shipped unless said otherwise.
-
-    l2_share: of the L2 that `section_heads_for` counts on, what K and V of the interleaved heads
-    may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads are interleaved
-    also where tiles are of equal length. later_first: whether later blocks come first, None: as the
-    mask says. short_last: where they do, the share of a forward's blocks, the first and shortest,
-    that come behind those of all other heads.
-    """
-
-    l2_share: float = 1.0
-    equal_too: bool = False
-    later_first: bool | None = None
-    short_last: float = 0.0
-
-    def section(
-        self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float, least: int = 1
-    ) -> int:
-        """Interleaved pairs of head and batch, of so many. heads: of a KV head; nbytes: of what the
-        tiles of a KV head share; least: no fewer pairs."""
-        l2 = min(self.l2_share * gpu.l2_bytes_for_tiles, 1 << 62)
-        return section_heads_for(
-            num_heads_per_kv=heads, num_pairs=pairs, kv_bytes_per_head=int(nbytes),
-            l2_bytes=int(l2),
-            unequal_lengths=self.equal_too or case.packed or case.bounds != (None, None),
-            least=least,
-        )  # fmt: skip
-
-    def behind(self, places: list[Place], order: TileOrder) -> list[Place]:
-        """Return the places with the shortest blocks last, the longest of them first."""
-        limit = int(self.short_last * order.num_blocks) if order.later_blocks_first else 0
-        return sorted(places, key=lambda place: max(0, limit - place[0]))
-
-    def later(self, bounded: bool) -> bool:
-        """bounded: whether the mask says so."""
-        return bounded if self.later_first is None else self.later_first
+def interleaved(case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float) -> int:
+    """Return the interleaved pairs of head and batch, of so many. heads: of a KV head; nbytes: of
+    what the tiles of a KV head share."""
+    return section_heads_for(
+        num_heads_per_kv=heads, num_pairs=pairs, kv_bytes_per_head=int(nbytes),
+        l2_bytes=gpu.l2_bytes_for_tiles,
+        unequal_lengths=case.packed or case.bounds != (None, None),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,7 +70,7 @@ class ForwardTiling:
     a byte whatever the type. prefetches: whether the queries of the next tile are loaded while a
     tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
     `lab.whole.problem.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
-    order is made for; order: how.
+    order is made for.
     """
 
     policy: str
@@ -120,7 +91,6 @@ class ForwardTiling:
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
-    order: Order = Order()
 
     @property
     def key_bytes(self) -> float:
@@ -142,8 +112,7 @@ class ForwardTiling:
         """Return (block of queries, head, batch and KV split) of each tile in order; this order is
         ours, another kernel's class has its own."""
         order = _forward_order(case, self)
-        places = [tile_coordinates(index, order) for index in range(order.num_tiles)]
-        return iter(self.order.behind(places, order))
+        return (tile_coordinates(index, order) for index in range(order.num_tiles))
 
 
 @dataclass(frozen=True)
@@ -154,20 +123,17 @@ class BackwardTiling:
     tiles first; else one head after the other, blocks ascending. divides_heads: groups of query
     heads are split where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
-    tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
-    `ForwardTiling`'s, of the operands that stay for a tile. gpu: whose L2 and CTA pairs the order
-    and the splitting of a call are made for; order: how, but for tiles of MMAs. element_bytes: of
-    an operand; of 1 the MMAs take half as long.
+    tcgen05.mma that it executes in the simulator are as many). claims: as `ForwardTiling`'s, of the
+    operands that stay for a tile. gpu: whose L2 and CTA pairs the order and the splitting of a call
+    are made for. element_bytes: of an operand; of 1 the MMAs take half as long.
     """
 
     policy: str
     sections: bool
     divides_heads: bool
     rows: int
-    prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
-    order: Order = Order()
     element_bytes: int = 2
 
 
@@ -269,19 +235,11 @@ def grouped(tile: Tile, group: int, rows: tuple[int, int], of_row: float) -> Til
 def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
     blocks = -(-case.seqlen_q // queries)
-    entries = case.batch * tiling.num_splits
-    section = (
-        1
-        if not tiling.ordered
-        else tiling.order.section(
-            case,
-            tiling.gpu,
-            heads // case.heads_kv,
-            entries * heads,
-            tiling.key_bytes * case.seqlen_k,
-        )
-    )
-    later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
+    entries, section = case.batch * tiling.num_splits, 1
+    if tiling.ordered:
+        nbytes = tiling.key_bytes * case.seqlen_k
+        section = interleaved(case, tiling.gpu, heads // case.heads_kv, entries * heads, nbytes)
+    later_first = tiling.ordered and case.bounds[1] is not None
     problem = TileProblem(blocks, heads, entries, section, later_first)
     packed = _blocks_of(case, 0, queries)
     if tiling.in_a_row and packed is not None and tiling.num_splits == 1:
@@ -361,7 +319,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     found = []
     # Kernels count K and V alike.
     section = section_of(case, tiling, grid, ratio, 2 * ROW * case.seqlen_k)
-    later_first = tiling.order.later(case.bounds[1] is not None)
+    later_first = case.bounds[1] is not None
     for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):
         lengths = case.lengths[batch]
         keys = shared_by(block * ROWS, ROWS, lengths, case.bounds)
@@ -413,7 +371,7 @@ def tiles_of_keys(
     grid, shared = (-(-case.seqlen_k // rows), heads, case.batch), 2 * ROW * part
     found = []
     section = section_of(case, tiling, grid, 1, shared * case.seqlen_q)
-    later_first = tiling.order.later(case.bounds[0] is not None)
+    later_first = case.bounds[0] is not None
     for block, head, batch in indices(grid, section, later_first, packed):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
@@ -424,14 +382,13 @@ def tiles_of_keys(
 
 
 def section_of(
-    case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float,
-    least: int = 1,
-) -> int | None:  # fmt: skip
+    case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float
+) -> int | None:
     """Interleaved pairs of head and batch, None where there are none. grid: (blocks, heads, batch);
-    nbytes: of what the tiles of a pair share; least: no fewer pairs."""
+    nbytes: of what the tiles of a pair share."""
     if not tiling.sections:
         return None
-    return tiling.order.section(case, tiling.gpu, group, grid[1] * grid[2], nbytes, least)
+    return interleaved(case, tiling.gpu, group, grid[1] * grid[2], nbytes)
 
 
 def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:

@@ -18,7 +18,13 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.calls import forward_problem
 from lab.model.machines import gpu_of
 from lab.model.origin import modelled_machine
-from lab.model.predictor import OURS_E4M3, OURS_NVFP4, Predictor, predictor_of
+from lab.model.predictor import (
+    OURS_E4M3,
+    OURS_NVFP4,
+    PROVIDERS,
+    Predictor,
+    predictor_of,
+)
 from lab.modelled import throughput
 
 MODELLED = ("rates", "kv-types", "pages")
@@ -68,7 +74,7 @@ def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     for kind, nbytes in BYTES.items():
         seconds = float(found[kind].seconds[0])
         row[kind] = seconds * 1e6
-        row[f"parts_{kind}"] = predictor.providers[of_kind[kind]].default(case, FORWARD, machine)[1]
+        row[f"parts_{kind}"] = PROVIDERS[of_kind[kind]].default(case, FORWARD, machine)[1]
         row[f"hbm_{kind}"] = case.kv_elements * nbytes / seconds / rate
     return row
 

@@ -180,7 +180,6 @@ DOCUMENTS = {
         "docs/masks.md",
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "docs/masks.md"),
-    "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "docs/masks.md"),
     **{
         f"{name}_h100{suffix}": Document(
             f"{title} over {gpus} H100s", (name,), "docs/training.md"

@@ -19,7 +19,6 @@ from lab.model.predictor import Provider, replayable
 from lab.model.stated_errors import lengths_of
 from lab.model.tiles import KEYS, ROWS
 from lab.published.rows import BURST, FIT, TEST, Build, Published
-from lab.whole.conditions import Conditions
 from sm100_sim.timing import load
 
 DRAWS = 4
@@ -97,9 +96,8 @@ def _seconds(kernel: Kernel | Backward, row: Published, clock_ghz: float | None)
     if clock_ghz is not None:
         values = [kernel.values[0]._replace(clock_ghz=clock_ghz)]
         kernel = replace(kernel, values=values)
-    conditions = Conditions(load_seconds=row.load_before or 0.0)
     device = [
-        call.device_seconds(drawn, conditions)
+        call.seconds(drawn, row.load_before or 0.0)
         for call, drawn in zip(kernel.calls(row.problem), kernel.values)
     ]
     # Calls follow one another: the longer of the two shows.

@@ -1,12 +1,9 @@
-"""Conditions of a measured time: the clock that load leaves a GPU, and the host's part.
+"""Conditions of a measured time: the clock that load leaves a GPU.
 
 A GPU at rest runs its first launches at the machine's clock. Under load for longer than `load_ms`
 it keeps to its power: what its MMAs take at the clock's voltage, and what it takes anyway, is no
 more than `power_watts`, or the clock falls until it is. Light loads never fall below the machine's
 clock; the same kernel can lie on either side of it, by how long it has run before.
-
-A call is issued by a host, which takes its own time. Calls in a row overlap: the longer of the two
-decides, and the shorter one shows once.
 """
 
 from __future__ import annotations
@@ -23,21 +20,9 @@ from .problem import Schedule
 FLOP_PER_CLOCK = 8192
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """calls: issued one behind another between two readings of a timer. load_seconds: of such calls
-    directly before. host_seconds: that the host takes to issue one; 0 where a graph is replayed or
-    the GPU is kept busy meanwhile."""
-
-    calls: int = 1
-    load_seconds: float = 0.0
-    host_seconds: float = 0.0
-
-
-#: A few launches on a GPU at rest.
-BURST = Conditions()
-#: For as long as it takes until nothing changes any more.
-SUSTAINED = Conditions(load_seconds=math.inf)
+#: Seconds of load directly before a call: a few launches on a GPU at rest; for as long as it takes
+#: until nothing changes any more.
+BURST, SUSTAINED = 0.0, math.inf
 
 
 @dataclass(frozen=True)
@@ -80,24 +65,11 @@ class Call:
         joules = values.mma_picojoules * 1e-12 * share**values.energy_exponent
         return values.static_watts + joules * self.flop / self.at(share)
 
-    def seconds(self, values: Values, conditions: Conditions = BURST) -> float:
-        """Return the seconds of each call, as measured under these conditions."""
-        return self.host_and_device(self.device_seconds(values, conditions), conditions)
-
-    def device_seconds(self, values: Values, conditions: Conditions = BURST) -> float:
-        """Return the seconds of each call on the GPU, whatever the host does: the mean over the
-        calls; those within `load_ms` of load run at the machine's clock."""
+    def seconds(self, values: Values, load_seconds: float = BURST) -> float:
+        """Return the seconds on the GPU behind so much load of such calls; what of it is within
+        `load_ms` of load runs at the machine's clock."""
         burst = self.at()
-        left = max(0.0, values.load_ms * 1e-3 - conditions.load_seconds)
-        fresh = min(conditions.calls, left / burst)
-        if fresh == conditions.calls:
+        fresh = min(1.0, max(0.0, values.load_ms * 1e-3 - load_seconds) / burst)
+        if fresh == 1.0:
             return burst
-        late = self.at(self.clock_share(values))
-        return (fresh * burst + (conditions.calls - fresh) * late) / conditions.calls
-
-    @staticmethod
-    def host_and_device(device: float, conditions: Conditions) -> float:
-        """Seconds of each of the calls, from when the host begins to issue the first to
-        the end of the last on the GPU."""
-        calls, host = conditions.calls, conditions.host_seconds
-        return max(calls * host + device, host + calls * device) / calls
+        return fresh * burst + (1 - fresh) * self.at(self.clock_share(values))

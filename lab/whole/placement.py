@@ -21,8 +21,8 @@ import numpy as np
 # Entries of Tables.rule: what a cluster costs once and again, rates in bytes per clock, the policy,
 # how far the shares of places lie apart, tiles claimed ahead, clocks of a claim, clocks before the
 # end of a tile at which the next is claimed (infinite: at its start).
-(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY, LEAD,
- RULES) = range(13)  # fmt: skip
+(BEGIN, REUSE, LINK, MEMORY, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY, LEAD,
+ RULES) = range(12)  # fmt: skip
 #: Tiles that a place may have claimed ahead.
 MOST_CLAIMS = 2
 # Columns of Tables.place: UNDER_WAY claims are still to be made, VOID ones were made before their
@@ -34,7 +34,7 @@ COLUMNS = FIRST_CLAIM + MOST_CLAIMS
 _FREE, _STARTING = 0.0, 1.0
 # States of the flow that a place has requested: none, on its way, there.
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
-# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
+# Entries of Tables.counts: entries of both heaps, tiles that are given away.
 PLACES, FLOWS, GIVEN, COUNTS = range(4)
 # Entries of Tables.server: its clock, bytes that a flow of weight 1 which was always there would
 # have got, weight of the flows that are there.
@@ -161,7 +161,7 @@ def _ask(t, nbytes, place, awaited):
 def _next_tile(t, place, given):
     """The tile behind a place's current one, and whether there is one. given: take it away from
     the others, too."""
-    row, tiles = t.place[place], len(t.clocks)
+    row = t.place[place]
     if row[CLAIMED]:
         following = int(row[FIRST_CLAIM])
         if given:
@@ -172,15 +172,8 @@ def _next_tile(t, place, given):
         return following
     if t.rule[STATIC]:
         following = int(row[NEXT])
-        if following >= tiles and given:
-            # The next cluster of the grid, where there are fewer places than clusters.
-            following = t.counts[GIVEN]
-            row[FRESH] = 1.0
-            t.counts[GIVEN] += 1
-            if following >= t.rule[GRID]:
-                following = tiles
         if given:
-            row[NEXT] = following + t.rule[GRID]
+            row[NEXT] = following + len(t.place)
         return following
     following = t.counts[GIVEN]
     if given:

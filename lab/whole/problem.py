@@ -218,32 +218,6 @@ class Schedule:
 POLICIES = ("static", "dynamic", "single")
 
 
-@dataclass(frozen=True)
-class Room:
-    """Share of a machine that a launch gets.
-
-    held: clusters whose SMs another kernel holds, until clock `until`. grid: clusters of a static
-    grid; None for as many as the machine has, whether it may hold them all or not.
-    """
-
-    held: int = 0
-    until: float = math.inf
-    grid: int | None = None
-
-    def slots(self, clusters: int) -> list[tuple[float, int]]:
-        """Return (clock from which it is free, number) of each of the machine's places: a heap.
-        Raises ValueError if all are held for ever, or more than there are."""
-        free = clusters - self.held
-        if free < 0 or free == 0 and self.until == math.inf:
-            raise ValueError(f"{self.held} of {clusters} clusters' SMs are held: nothing can run")
-        late = [] if self.until == math.inf else [(self.until, n) for n in range(free, clusters)]
-        return [(0.0, number) for number in range(free)] + late
-
-
-#: The machine to itself.
-ALONE = Room()
-
-
 class Late(NamedTuple):
     """A dynamic cluster claims its next tile when so much of the work of one is left: tensor-core
     clocks as `Tile.work`, more than 0. Shorter tiles claim at their start."""
@@ -257,20 +231,18 @@ def schedule(
     values: Values,
     cluster: int,
     policy: str,
-    room: Room = ALONE,
     prefetches: bool = False,
     claims: int | Late | None = None,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
-    cluster: CTAs of a cluster, one per SM. A cluster of a static grid that finds no place starts
-    where another has ended. prefetches: a tile's own operands are loaded when the tile before it
-    begins, so that it waits for what is not there by then; otherwise when it begins itself, and
-    what a replay has of that, its bytes at an SM's share of L2, is in `costs`. claims: tiles that a
-    dynamic cluster has claimed beside the one that it works on, one by default; it requests the
-    next when it begins one, or as `Late` says, and then for its operands, too. Raises ValueError
-    for an unknown policy, no tile, a prefetch with one tile a cluster, or claims without a dynamic
-    scheduler or more than two.
+    cluster: CTAs of a cluster, one per SM. prefetches: a tile's own operands are loaded when the
+    tile before it begins, so that it waits for what is not there by then; otherwise when it begins
+    itself, and what a replay has of that, its bytes at an SM's share of L2, is in `costs`. claims:
+    tiles that a dynamic cluster has claimed beside the one that it works on, one by default; it
+    requests the next when it begins one, or as `Late` says, and then for its operands, too. Raises
+    ValueError for an unknown policy, no tile, a prefetch with one tile a cluster, or claims without
+    a dynamic scheduler or more than two.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
@@ -294,13 +266,12 @@ def schedule(
     rule = np.zeros(placement.RULES)
     rule[placement.BEGIN], rule[placement.REUSE] = costs.begin_of(given, clusters), values.cta_reuse
     rule[placement.LINK] = l2_share(values) * cluster
-    rule[placement.GRID] = room.grid or clusters
     rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
     rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
     rule[placement.CLAIMS], rule[placement.QUERY] = claims, values.clc_query
     rule[placement.LEAD] = lead
     clocks = _clocks(given, costs, values, policy)
-    tables, hbm = _placed(given, clocks, rule, (room.slots(clusters), clusters), values)
+    tables, hbm = _placed(given, clocks, rule, clusters, values)
     total = float(tables.ends.max())
     bounds = {
         "clusters": total / (values.clock_ghz * 1e9),
@@ -314,24 +285,20 @@ def schedule(
 
 
 def _placed(
-    tiles: Tiles,
-    clocks: np.ndarray,
-    rule: np.ndarray,
-    room: tuple[list[tuple[float, int]], int],
-    values: Values,
+    tiles: Tiles, clocks: np.ndarray, rule: np.ndarray, places: int, values: Values
 ) -> tuple[placement.Tables, float]:
-    """The tables of a run, and `hbm_bytes` of it. room: `Room.slots`, and places in all.
+    """The tables of a run, and `hbm_bytes` of it.
 
     What groups share comes from HBM beside tiles' own bytes, which have what it leaves: all in the
     first run, then all but its mean rate in the run before; never less than their part of all
     bytes.
     """
-    (slots, places), own = room, float(tiles.own_bytes.sum())
+    own = float(tiles.own_bytes.sum())
     memory = rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
     for run in range(MOST_RUNS):
         tables = _tables(tiles, clocks, rule, places)
-        tables.counts[placement.PLACES] = len(slots)
-        tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
+        tables.counts[placement.PLACES] = places
+        tables.free_place[:places] = range(places)
         placement.run(tables)
         hbm = hbm_bytes(tiles, tables.starts, values)
         shared = (hbm - own) / float(tables.ends.max())
@@ -352,7 +319,8 @@ def _clocks(tiles: Tiles, costs: TileCosts, values: Values, policy: str) -> np.n
 def _tables(tiles: Tiles, clocks: np.ndarray, rule: np.ndarray, places: int) -> placement.Tables:
     number = len(tiles)
     place = np.zeros((places, placement.COLUMNS))
-    place[:, placement.TILE], place[:, placement.NEXT] = -1, number
+    place[:, placement.TILE], place[:, placement.NEXT] = -1, range(places)
+    place[:, placement.FRESH] = 1
     # A place has one flow that it waits for, and each tile may leave one behind.
     flows = number + places + 1
     events = (2 * placement.MOST_CLAIMS + 1) * places + 1

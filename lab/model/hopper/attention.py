@@ -107,16 +107,13 @@ class Variant:
         )  # fmt: skip
 
 
-def forward_variant(
-    case: Case, machine: Machine, splits: int = 1, use_clc: bool | None = None
-) -> Variant:
-    """Return the variant that a call takes. use_clc: None for its default."""
+def forward_variant(case: Case, machine: Machine, splits: int = 1) -> Variant:
+    """Return the variant that a call takes by default."""
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
     config = forward_spec(problem, gpu).config
     return Variant(
-        Kind.of(case), defaults_to_clc(case, FORWARD) if use_clc is None else use_clc,
-        keys=config.block_kv,
+        Kind.of(case), defaults_to_clc(case, FORWARD), keys=config.block_kv,
         decodes=problem.tiles.rows == 64, splits=splits > 1,
     )  # fmt: skip
 

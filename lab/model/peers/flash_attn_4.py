@@ -7,8 +7,8 @@ dQ and a dK/dV kernel of one tile a cluster, blocks ascending.
 
 `FlashAttention4(releases.release(COMMIT))` has the kernels of an earlier commit, traced in a
 process of their own (`lab.model.peers.releases`) and replayed here: dense attention at head_dim
-256, one tile a cluster, blocks ascending. `traced(Variant(Kind(causal), release=...))` and
-`backward_traced(Kind(causal), release)` are their programs.
+256, one tile a cluster, blocks ascending. `traced(Variant(Kind(causal), release=...))` are the
+programs of its forward.
 """
 
 from __future__ import annotations
@@ -314,11 +314,6 @@ def backward_replays(
     """Return the replays of the longest cluster of each of `BACKWARD_KERNELS` on each of the
     samples."""
     return kept(*_backward_source(kind, release), machine, draws)
-
-
-def backward_traced(kind: Kind, release: releases.Release | None = None) -> list[Traced]:
-    """The programs of `backward_replays`."""
-    return programs(*_backward_source(kind, release))
 
 
 def _backward_source(kind: Kind, release: releases.Release | None) -> Source:

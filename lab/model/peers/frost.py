@@ -218,13 +218,8 @@ def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     return kept(*_forward_source(variant, machine), machine, draws)
 
 
-def backward_traced(variant: Variant, machine: Machine) -> list[Traced]:
-    """The programs of the kernels of its backward, `KERNELS`, each on `BACKWARD_SAMPLES`."""
-    return programs(*_backward_source(variant, machine))
-
-
 def backward_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
-    """One cluster that runs every tile of each, in the order of `backward_traced`."""
+    """One cluster that runs every tile of each of `KERNELS`, each on `BACKWARD_SAMPLES`."""
     return kept(*_backward_source(variant, machine), machine, draws)
 
 

@@ -22,7 +22,7 @@ from lab.model.peers import frost_code
 from lab.model.tiles import KEYS, ROW, ROWS
 from lab.paths import Paths
 from lab.whole.conditions import Call
-from lab.whole.problem import ALONE, Room, Tile, TileCosts, Tiles, schedule
+from lab.whole.problem import Tile, TileCosts, Tiles, schedule
 from sm100_sim.timing import Values
 
 #: Its kernels on tensor cores, as launched one behind the other.
@@ -130,14 +130,14 @@ class FrostBackward(GradientCalls):
         times = case.batch // batch * (case.heads // heads)
         return times, Geometry(batch, heads, ratio, lengths, offset)
 
-    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+    def calls(self, case: Case) -> list[Call]:
         times, geometry = self.plan(case)
         found = []
         for n, values in enumerate(self.values):
             schedules: list[Any] = []
             for kernel in KERNELS:
                 tiles, costs = tiles_of(kernel, geometry), self.costs(kernel)[n]
-                schedules.append((times, schedule(tiles, costs, values, 2, "dynamic", room)))
+                schedules.append((times, schedule(tiles, costs, values, 2, "dynamic")))
             found.append(Call(schedules, _beside(case, geometry, values)))
         return found
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.suite import BACKWARD, FORWARD, Case
+from bench.suite import FORWARD, Case
 from lab.model.calls import Kind, default_splits
 from lab.model.hopper import attention as model
 from lab.model.hopper import rows as hopper_rows
@@ -14,7 +14,7 @@ from lab.model.hopper.clocks import MOST_GHZ, Clocks
 from lab.model.machines import gpu_of
 from lab.model.tiles import forward_tiles
 from lab.whole.conditions import Call
-from lab.whole.problem import ALONE, TileCosts
+from lab.whole.problem import TileCosts
 
 MACHINE = model.hopper()
 
@@ -106,7 +106,7 @@ def times_of(rate, machine=MACHINE, alone=False):
     problem = case(16384)
     tiling = model.forward_variant(problem, machine).tiling(machine)
     costs = TileCosts(0.0, 0.0, rate)
-    calls = model.Kernel("test", tiling, machine.sampled(0), [costs]).calls(problem, ALONE)
+    calls = model.Kernel("test", tiling, machine.sampled(0), [costs]).calls(problem)
     return calls[0] if alone else model.times(calls, machine)
 
 
@@ -157,21 +157,6 @@ def test_an_unknown_kernel_of_the_backward_is_refused():
     found = model.backward(Kind(False), False, MACHINE, 4096)
     with pytest.raises(ValueError, match="no replay of the Hopper kernel 'dq'"):
         found.costs("dq")
-
-
-def test_who_is_predicted_on_a_hopper_gpu():
-    from lab.model.predictor import PROVIDERS, Predictor
-
-    predictor = Predictor(MACHINE, 0)
-    assert set(predictor.providers) == {"ours", "flash-attn-4"} < set(PROVIDERS)
-    assert predictor.refuses("ours", case(4096), FORWARD) is None
-    assert "softcap" in predictor.refuses("ours", case(4096, softcap=5.0), FORWARD)
-    assert "windows" in predictor.refuses("ours", case(4096, True, window=(511, None)), BACKWARD)
-    assert "SASS for sm_90a" in predictor.refuses("FROST", case(4096), FORWARD)
-    few = Case("test", ((1, 8192),), 16, 2, True)
-    assert "divide keys" in predictor.refuses("flash-attn-4", few, FORWARD)
-    assert predictor.refuses("flash-attn-4", case(4096), BACKWARD) is None
-    assert "groups" in predictor.refuses("flash-attn-4", case(4096, heads=(16, 2)), BACKWARD)
 
 
 @pytest.mark.simulator

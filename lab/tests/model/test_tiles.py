@@ -1,6 +1,5 @@
 """Tiles of the suite's cases, checked against the masks of the one reference."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +19,6 @@ from lab.model.tiles import (
     ROWS,
     BackwardTiling,
     ForwardTiling,
-    Order,
     dkdv_tiles,
     dq_tiles,
     forward_tiles,
@@ -135,13 +133,12 @@ def test_packed_heads_fill_the_rows_of_a_tile():
 LONG_WINDOW = Case("window", ((65536, 65536),), 8, 4, True, (1023, None))
 
 
-@pytest.mark.parametrize("order", [Order(), Order(math.inf), Order(later_first=False)])
-def test_tiles_of_a_window_read_what_they_see(order):
+def test_tiles_of_a_window_read_what_they_see():
     """Reads from HBM are at least all once and at most what each tile demands: K and V of the four
     heads, Q and dO of the eight, dS aside, are more than L2 holds."""
     whole = 65536 * ROW
-    backward = BackwardTiling("static", True, True, ROWS, order=order)
-    forward = replace(TILING, order=order, packs_heads=True)
+    backward = BackwardTiling("static", True, True, ROWS)
+    forward = replace(TILING, packs_heads=True)
     for tiles, step, asked, least in (
         (forward_tiles(LONG_WINDOW, forward), STEP_CLOCKS, 2 * 128 * ROW, 8 * whole),
         (dq_tiles(LONG_WINDOW, backward), DQ, 2 * 128 * ROW, 8 * whole),
@@ -206,15 +203,12 @@ def test_a_tile_of_a_window_shares_what_its_rows_see():
     ]
 
 
-@pytest.mark.parametrize("l2_share", [0.0, 1.0, 4.0, math.inf])
-@pytest.mark.parametrize("later_first", [False, True])
 @pytest.mark.parametrize("seqlen", [2048, 4096, 16384])
-def test_a_narrow_window_reads_keys_once(seqlen, later_first, l2_share):
+def test_a_narrow_window_reads_keys_once(seqlen):
     """L2 holds the windows of all interleaved heads, but not their whole sequences."""
     case = replace(LONG_WINDOW, lengths=((seqlen, seqlen),), heads=48, heads_kv=48,
                    window=(511, None))  # fmt: skip
-    order = Order(l2_share, later_first=later_first)
-    tiles = forward_tiles(case, replace(TILING, order=order))
+    tiles = forward_tiles(case, TILING)
     own = sum(tile.own_bytes for tile in tiles)
     found = hbm_bytes(tiles, np.arange(len(tiles)) // 132, VALUES) - own
     assert found == pytest.approx(48 * 2 * ROW * seqlen)

@@ -111,7 +111,7 @@ def test_a_file_is_made_of_results_from_elsewhere(tmp_path, capsys):
     assert text.startswith(DOCUMENTS["steps"].header("steps"))
     assert "Measured: G." in text and text.count("| x") == 3
     capsys.readouterr()
-    assert main(["tables", "masks", "steps", *write[2:]]) == 2
+    assert main(["tables", "masks_h200", "steps", *write[2:]]) == 2
     assert "--results are of one command" in capsys.readouterr().err
     other = Table("steps", "U", (), [])
     files[0].write_text(json_text([other]))

@@ -1,10 +1,10 @@
-"""Time as it is measured: bursts, load, hosts."""
+"""Time as it is measured: bursts and load."""
 
 import math
 
 import pytest
 
-from lab.whole.conditions import BURST, SUSTAINED, Call, Conditions
+from lab.whole.conditions import BURST, SUSTAINED, Call
 from lab.whole.problem import Tile, TileCosts, schedule
 from sm100_sim.timing import load
 
@@ -69,21 +69,10 @@ def test_neither_memory_nor_what_stands_beside_follows_the_clock():
     )
 
 
-def test_calls_before_the_load_has_worked_are_as_in_a_burst():
+def test_a_call_before_the_load_has_worked_is_as_in_a_burst():
+    """After 100 ms of load; one that begins half a millisecond before is half of either."""
     heavy, one = joules(1600.0), call()
     late = one.seconds(heavy, SUSTAINED)
-    assert one.seconds(heavy, Conditions(100)) == 1e-3
-    assert one.seconds(heavy, Conditions(200)) == pytest.approx((1e-3 + late) / 2)
-    assert one.seconds(heavy, Conditions(50, load_seconds=0.075)) == pytest.approx(
-        (1e-3 + late) / 2)  # fmt: skip
-    assert one.seconds(heavy, Conditions(5, load_seconds=0.1)) == pytest.approx(late)
-
-
-@pytest.mark.parametrize(
-    ("host", "seconds"), [(0.0, 1e-3), (4e-4, 1.04e-3), (1e-3, 1.1e-3), (3e-3, 3.1e-3)]
-)
-def test_the_slower_of_host_and_gpu_decides_and_the_other_shows_once(host, seconds):
-    """Ten calls in a row of a millisecond each."""
-    assert call().seconds(VALUES, Conditions(10, host_seconds=host)) == pytest.approx(seconds)
-    alone = call().seconds(VALUES, Conditions(host_seconds=host))
-    assert alone == pytest.approx(1e-3 + host)
+    assert one.seconds(heavy, 0.099) == 1e-3
+    assert one.seconds(heavy, 0.0995) == pytest.approx((1e-3 + late) / 2)
+    assert one.seconds(heavy, 0.1) == pytest.approx(late)

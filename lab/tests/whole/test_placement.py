@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from lab.whole.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
+from lab.whole.problem import POLICIES, Late, Tile, TileCosts, Tiles, schedule
 from sm100_sim.timing import load
 
 #: Four clusters of two CTAs; HBM gives 100 bytes per clock, a cluster takes as many.
@@ -181,15 +181,15 @@ def test_claims_that_there_are_not(policy, claims):
         run([tile()], policy, claims=claims)
 
 
-def _reference(tiles, costs, values, policy, room):
+def _reference(tiles, costs, values, policy):
     """Place tiles without bytes, place by place: (starts, cluster_of, busy)."""
     clusters = int(values.sms) // 2
     starts, cluster_of, busy = np.zeros(len(tiles)), np.zeros(len(tiles), int), np.zeros(clusters)
-    free, used, grid = room.slots(clusters), set(), room.grid or clusters
+    free, used = [(0.0, place) for place in range(clusters)], set()
     turns = [(number,) for number in range(len(tiles))]
     if policy == "static":
-        turns = [range(n, len(tiles), grid) for n in range(min(grid, len(tiles)))]
-    claimed, given = {}, sum(clock == 0 for clock, _ in free)
+        turns = [range(n, len(tiles), clusters) for n in range(min(clusters, len(tiles)))]
+    claimed, given = {}, clusters
     first = iter(range(given))
     skipped = {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
     for mine in turns * 2 if policy == "dynamic" else turns:
@@ -241,13 +241,12 @@ def _random(seed, nbytes=False):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("room", [Room(), Room(1), Room(1, 7000.0), Room(2, grid=2)], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_bytes_as_place_by_place(policy, room):
+def test_without_bytes_as_place_by_place(policy):
     values = VALUES._replace(cta_reuse=1200.5, clc_query=333.25)
     tiles = _random(1)
-    found = schedule(tiles, COSTS, values, 2, policy, room)
-    starts, cluster_of, busy = _reference(tiles, COSTS, values, policy, room)
+    found = schedule(tiles, COSTS, values, 2, policy)
+    starts, cluster_of, busy = _reference(tiles, COSTS, values, policy)
     assert np.array_equal(found.starts, starts)
     assert np.array_equal(found.cluster_of, cluster_of) and np.array_equal(found.busy, busy)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lab.whole.problem import Room, Sample, Tile, TileCosts, fit, hbm_bytes, schedule
+from lab.whole.problem import Sample, Tile, TileCosts, fit, hbm_bytes, schedule
 from sm100_sim.timing import load
 
 VALUES = load().values()._replace(sms=8, launch_us=0.0, cta_reuse=0.0)
@@ -170,41 +170,6 @@ def test_refusals():
         schedule([Tile(1.0)], COSTS, VALUES, 2, "random")
     with pytest.raises(ValueError, match="without a tile"):
         schedule([], COSTS, VALUES, 2, "static")
-
-
-def test_a_static_grid_that_does_not_fit_takes_twice_as_long():
-    """One of four places is held: the fourth cluster starts where the first has ended, and does all
-    its tiles then; the dynamic scheduler's tiles go to the other three."""
-    tiles, held = [Tile(1000.0)] * 24, Room(held=1)
-    alone = schedule(tiles, COSTS, VALUES, 2, "static")
-    static = schedule(tiles, COSTS, VALUES, 2, "static", held)
-    assert static.clocks == 2 * alone.clocks
-    assert sorted(set(static.cluster_of)) == [0, 1, 2]
-    assert schedule(tiles, COSTS, VALUES, 2, "dynamic", held).clocks == pytest.approx(
-        alone.clocks * 8 / 6, rel=0.02
-    )
-    # A grid of the free clusters is as good.
-    fitting = schedule(tiles, COSTS, VALUES, 2, "static", Room(held=1, grid=3))
-    assert fitting.clocks == schedule(tiles, COSTS, VALUES, 2, "dynamic", held).clocks
-
-
-def test_sms_that_are_given_back():
-    """The SMs come back at a quarter of the time: the late cluster ends a quarter later, whatever
-    the policy."""
-    tiles = [Tile(1000.0)] * 24
-    alone = schedule(tiles, COSTS, VALUES, 2, "static").clocks
-    room = Room(held=1, until=alone / 4)
-    assert schedule(tiles, COSTS, VALUES, 2, "static", room).clocks == pytest.approx(1.25 * alone)
-    dynamic = schedule(tiles, COSTS, VALUES, 2, "dynamic", room)
-    assert dynamic.clocks < 1.2 * alone
-    assert dynamic.starts[dynamic.cluster_of == 3].min() == alone / 4
-
-
-def test_nothing_is_left():
-    with pytest.raises(ValueError, match="4 of 4 clusters' SMs are held"):
-        schedule([Tile(1.0)], COSTS, VALUES, 2, "dynamic", Room(held=4))
-    with pytest.raises(ValueError, match="5 of 4 clusters' SMs are held"):
-        schedule([Tile(1.0)], COSTS, VALUES, 2, "dynamic", Room(held=5, until=10.0))
 
 
 def test_equal_tiles_fall_apart_as_on_the_gpu():
