@@ -27,17 +27,10 @@ def add_jobs_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def each(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    jobs: int,
-    initializer: Callable[[], None] | None = None,
-) -> list[Result]:
-    """Return results in the order of the items, on `jobs` processes; a single one is this process.
-
-    initializer: runs first in each process that is started.
-    """
-    found = stream(function, items, jobs, initializer)
+def each(function: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> list[Result]:
+    """Return results in the order of the items, on `jobs` processes; a single one is this
+    process."""
+    found = stream(function, items, jobs)
     return list(counted(found, len(items), "replaying and simulating", "part"))
 
 
@@ -47,7 +40,10 @@ def stream(
     jobs: int,
     initializer: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
-    """Yield the results of `each`, every one as soon as it and those before it are ready."""
+    """Yield the results of `each`, every one as soon as it and those before it are ready.
+
+    initializer: runs first in each process that is started.
+    """
     if min(jobs, len(items)) <= 1:
         yield from map(function, items)
         return

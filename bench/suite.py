@@ -210,11 +210,6 @@ def _h200_varlen() -> Iterator[Case]:
             yield Case("varlen", lengths, 16, heads_kv, True, packed=True)
 
 
-def _head_groups() -> Iterator[Case]:
-    for heads, heads_kv in ((32, 2), (24, 4), (40, 8), (12, 4), (8, 8)):
-        yield Case("head groups", equal(4, 4096), heads, heads_kv, True)
-
-
 def _mha() -> Iterator[Case]:
     for heads in MHA_HEADS:
         for seqlen in (4096, 8192):
@@ -269,7 +264,6 @@ BY_NAME = {
     "h200 dense": _h200_dense,
     "h200 window": _h200_window,
     "h200 varlen": _h200_varlen,
-    "head groups": _head_groups,
     "chunked prefill": _chunked_prefill,
     "decode": _decode,
     "mha": _mha,

@@ -51,6 +51,11 @@ def attempt(module: Any, item: str, target: Target, progress: Progress) -> Outco
     return replace(outcome, seconds=round(time.perf_counter() - begin, 3))
 
 
+def _nothing(target: Target) -> str:
+    """`missing` of a stage that needs nothing."""
+    return ""
+
+
 def main(path: str) -> int:
     """Run an order; the exit status."""
     order = json.loads(Path(path).read_text())
@@ -58,7 +63,7 @@ def main(path: str) -> int:
     module = named(order["stage"]).module
     target = Target.from_json(order["target"])
     if order["items"] is None:
-        missing = module.missing(target)
+        missing = getattr(module, "missing", _nothing)(target)
         progress.write(missing=missing, items=[] if missing else list(module.items(target)))
         return 0
     for item in order["items"]:

@@ -163,19 +163,11 @@ class Provider(Protocol):
 class Ours:
     """Provider of this project's operator.
 
-    use_clc: None for the default. config: of the forward, None for the default one. num_splits: 0
-    for the default.
+    config: of the forward, None for the default one.
     """
 
-    def __init__(
-        self,
-        name: str = OURS,
-        use_clc: bool | None = None,
-        config: ForwardConfig | None = None,
-        num_splits: int = 0,
-    ) -> None:
-        self.name, self._use_clc, self._config = name, use_clc, config
-        self._num_splits = num_splits
+    def __init__(self, name: str = OURS, config: ForwardConfig | None = None) -> None:
+        self.name, self._config = name, config
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -195,7 +187,7 @@ class Ours:
         case = inputs.case
         options: dict[str, Any] = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
-            "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
+            "config": self._config,
         }  # fmt: skip
         out: torch.Tensor | tuple[torch.Tensor, ...]
         if inputs.pages is not None:

@@ -13,46 +13,15 @@ from .straight import finish
 
 _OWN = 64
 _THREADS = 64
-_SIZES = {
-    "b8": 1,
-    "u8": 1,
-    "s8": 1,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "b32": 4,
-    "u32": 4,
-    "s32": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-}
+_SIZES = {f"{kind}{8 * size}": size for size in (1, 2, 4, 8) for kind in "bus"}
 #: Modifiers of global accesses that change no result of a thread alone.
 _STORES = (
-    "",
-    ".wb",
-    ".cg",
-    ".cs",
-    ".wt",
-    ".volatile",
-    ".relaxed.gpu",
-    ".release.gpu",
-    ".relaxed.cta",
-    ".relaxed.sys",
-)
+    "", *".wb .cg .cs .wt .volatile .relaxed.gpu .release.gpu .relaxed.cta .relaxed.sys".split()
+)  # fmt: skip
 _LOADS = (
-    "",
-    ".ca",
-    ".cg",
-    ".cs",
-    ".lu",
-    ".cv",
-    ".volatile",
-    ".relaxed.gpu",
-    ".acquire.gpu",
-    ".relaxed.cta",
-    ".relaxed.sys",
-)
+    "", ".ca",
+    *".cg .cs .lu .cv .volatile .relaxed.gpu .acquire.gpu .relaxed.cta .relaxed.sys".split(),
+)  # fmt: skip
 _ATOMICS = {
     "b32": ("and", "or", "xor", "exch", "cas"), "b64": ("and", "or", "xor", "exch", "cas"),
     "u32": ("add", "min", "max", "inc", "dec"), "s32": ("add", "min", "max"),

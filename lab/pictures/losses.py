@@ -1,15 +1,13 @@
 """Losses of a training with each attention, and how far apart they are.
 
 What `python -m bench training --json FILE` measured is kept in data/losses.json, which
-`python -m lab pictures --losses FILE` writes. Of a run whose FILE is gone the table of
-docs/tables will do, which has some of its steps: then FILE is the table.
+`python -m lab pictures --losses FILE` writes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from bench.tables.results import read_json
 from lab.pictures import inputs
 from lab.pictures.plot import Axes, Scale, mark
 from lab.pictures.svg import BLUE, GREY, INK, ORANGE, Drawing, text_width
-from lab.tables.documents import read_markdown
 
 __all__ = ["LINES", "MEASURED", "keep", "kept", "read_losses", "training_losses"]
 
@@ -38,7 +35,7 @@ _LOSS, _APART = (138, 220), (430, 170)
 
 
 def keep(source: Path) -> None:
-    """Write data/losses.json from results of `bench training`, or from a table of docs/tables.
+    """Write data/losses.json from results of `bench training`.
 
     Raises ValueError where these have no losses of what is drawn.
     """
@@ -59,9 +56,9 @@ def kept(text: str) -> dict[str, Any]:
     "attention", "steps", "losses", means over `SMOOTHED` steps, and but for float32's "apart",
     (step, difference) where it is farthest from that}.
 
-    text: JSON of `bench training`, or its table in Markdown. Raises ValueError for another one.
+    text: JSON of `bench training`. Raises ValueError for another one.
     """
-    rows, origin = _of_results(text) if text.startswith("{") else _of_table(text)
+    rows, origin = _of_results(text)
     found = [row for row in rows if row["attention"] in LINES]
     of_seeds: dict[int, set[str]] = {}
     for row in found:
@@ -87,24 +84,6 @@ def _of_results(text: str) -> tuple[list[dict[str, Any]], str]:
             found["apart"] = [row["at"], round(row["apart"], 4)]
         rows.append(found)
     return rows, f"{table.rows[0]['machine']}, commit {table.environment['commit']}"
-
-
-def _of_table(text: str) -> tuple[list[dict[str, Any]], str]:
-    table = read_markdown(text)
-    origin = re.search(r"^Measured: ([^.]*)\..*?commit (\w+)", text, re.MULTILINE)
-    if not table or origin is None or "attention" not in table[0]:
-        raise ValueError("neither results nor a table of `python -m bench training`")
-    rows = []
-    for named in table:
-        if named["status"] != "ok":
-            continue
-        steps = [int(name.split()[-1]) for name in named if name.startswith("loss at ")]
-        losses = [float(named[f"loss at {n}"]) for n in steps]
-        found = _row(int(named["seed"]), named["attention"], steps, losses)
-        if named["at step"] != "-":
-            found["apart"] = [int(named["at step"]), float(named[f"farthest from {EXACT}"])]
-        rows.append(found)
-    return rows, f"{origin[1]}, commit {origin[2]}"
 
 
 def _row(
@@ -166,9 +145,6 @@ def _losses(
     for name, (colour, dash) in LINES.items():
         row = rows[name]
         axes.line(row["steps"], row["losses"], colour, 2.2, dash)
-        if len(row["steps"]) < 20:
-            # Between so few nobody knows how a line goes.
-            axes.marks(row["steps"], row["losses"], colour, "full circle")
 
 
 def _differences(
@@ -191,8 +167,6 @@ def _differences(
         points = sorted({apart, *((n, loss - exact[n]) for n, loss in pairs if n != apart[0])})
         xs, ys = zip(*points, strict=True)
         axes.line(xs, ys, colour, 2.0, dash)
-        if len(points) < 20:
-            axes.marks(xs, ys, colour, "full circle")
         axes.marks([apart[0]], [apart[1]], colour, "diamond")
     words = ", ".join(
         f"{name} {row['apart'][1]:+.3f} at step {row['apart'][0]}"

@@ -22,8 +22,9 @@ class BringupStage:
 
     @property
     def module(self) -> Any:
-        """items(target) -> names of the steps; missing(target) -> why the stage cannot run, or "";
-        run(item, target, note) -> Outcome, note(text) saying which kernel is next."""
+        """items(target) -> names of the steps; missing(target) -> why the stage cannot run, or "",
+        in a module of a stage that needs something; run(item, target, note) -> Outcome, note(text)
+        saying which kernel is next."""
         return importlib.import_module(f"{__package__}.{self.name}")
 
 

@@ -30,11 +30,6 @@ ret;
 TRIPLES = Case("answers/triples", "answers", _PTX, (), (np.zeros(THREADS, np.uint32),))
 
 
-def missing(target: Target) -> str:
-    """Nothing is needed."""
-    return ""
-
-
 def items(target: Target) -> list[str]:
     """One step."""
     return ["triples"]

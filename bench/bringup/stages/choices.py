@@ -3,13 +3,13 @@ the faster one."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import kernels
+from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, interleave_prepared
 
 #: Timed runs of each configuration.
 RUNS = 60
@@ -58,39 +58,22 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """Medians of interleaved runs of both."""
     choice = choices()[item]
     note(f"{item}, both ways")
-    calls = {
-        name: _call(choice, dict(options), target)
-        for name, options in (("usual", choice.usual), ("other", choice.other))
-    }
-    return outcome(medians(calls, seconds, RUNS))
+    ways = {"usual": choice.usual, "other": choice.other}
+    return outcome(
+        medians(lambda: {n: _call(choice, dict(way), target) for n, way in ways.items()})
+    )
 
 
 def medians(
-    calls: dict[str, Callable[[], Any]], time: Callable[[Callable[[], Any]], float], runs: int
+    make: Callable[[], dict[str, Callable[[], Any]]], timer: Timer | None = None
 ) -> dict[str, float]:
-    """Return the median of what `time` says of each call; rounds begin with either in turn, and
-    those of the first quarter do not count."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(runs + runs // 3):
-        names = list(calls) if number % 2 else list(reversed(calls))
-        for name in names:
-            taken = time(calls[name])
-            if number >= runs // 3:
-                found[name].append(taken)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds that the GPU takes for a call."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
+    """Return the median seconds of each call that `make` returns, with what the run before left in
+    L2. timer: that of this GPU by default."""
+    timer = timer or CudaTimer(l2=WARM)
+    with timer.on_stream():
+        calls = {name: (call, "plain launch") for name, call in make().items()}
+    found = interleave_prepared(timer, calls, Sampling(RUNS // 3, RUNS))
+    return {name: samples.quantile(0.5) for name, samples in found.items()}
 
 
 def outcome(found: dict[str, float]) -> Outcome:

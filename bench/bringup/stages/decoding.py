@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import choices, graph, kernels
+from bench.bringup.stages.kernels import missing as missing
 
 #: Calls, or replays of a graph of one call: on a GPU, and in the simulator.
 ON_GPU, IN_SIMULATOR = 10_000, 1
@@ -28,11 +29,6 @@ ROWS = (16, 32, 64)
 _TIMED = "rows of a tile"
 
 
-def missing(target: Target) -> str:
-    """Return what the kernels lack."""
-    return kernels.missing(target)
-
-
 def items(target: Target) -> list[str]:
     """Graphs and times need a GPU."""
     return ["repeated calls", *(("repeated replays", _TIMED) if target.is_gpu else ())]
@@ -42,7 +38,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """Repeat the call under the dynamic scheduler, or time tiles of different rows."""
     if item == _TIMED:
         note("16, 32 and 64 rows")
-        return judged_rows(choices.medians(_of_rows(target), choices.seconds, choices.RUNS))
+        return judged_rows(choices.medians(partial(_of_rows, target)))
     call, count = (_ON_GPU, ON_GPU) if target.is_gpu else (_IN_SIMULATOR, IN_SIMULATOR)
     note(f"{item}, first calls")
     inputs = kernels.tensors(call, target.device)[:3]

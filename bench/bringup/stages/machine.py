@@ -40,11 +40,6 @@ _ATTRIBUTES = {
 }
 
 
-def missing(target: Target) -> str:
-    """Nothing is needed."""
-    return ""
-
-
 def items(target: Target) -> list[str]:
     """The steps."""
     asked = ["device", "nvidia-smi", "other processes"] if target.is_gpu else []

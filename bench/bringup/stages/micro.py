@@ -21,11 +21,6 @@ from bench.bringup.stages.gpu import gpu
 _CTAS, _BUFFER = 128, 1 << 28
 
 
-def missing(target: Target) -> str:
-    """Nothing is needed beside the driver."""
-    return ""
-
-
 def items(target: Target) -> list[str]:
     """Names of the benchmarks that this GPU's instructions allow."""
     return list(microbenchmarks(target.sms, target.has_tcgen05))

@@ -80,11 +80,6 @@ def _case(name: str) -> Case:
     )
 
 
-def missing(target: Target) -> str:
-    """Nothing is needed."""
-    return ""
-
-
 def items(target: Target) -> list[str]:
     """Each failure and a step behind it."""
     failures = ("wait", "spin", "stuck", "fault", "wrong", "killed")

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import kernels
+from bench.bringup.stages.kernels import missing as missing
 
 PROCESSES = 2
 #: Calls of a process behind its first: on a GPU, and in the simulator.
@@ -25,11 +26,6 @@ SIGNS = 20
 _ON_GPU = kernels.Call((4096, 4096), (16, 2), {"causal": True})
 _IN_SIMULATOR = kernels.Call((257, 255), options={"causal": True})
 READY = "ready"
-
-
-def missing(target: Target) -> str:
-    """Return what the kernels lack."""
-    return kernels.missing(target)
 
 
 def items(target: Target) -> list[str]:

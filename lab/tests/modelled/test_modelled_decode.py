@@ -35,7 +35,8 @@ class FakePredictor:
         return Predicted(*[np.array(self.times[provider]) * 1e-6] * 2, None)
 
 
-def test_a_row_of_a_prediction():
+def test_a_row_of_a_prediction(monkeypatch):
+    monkeypatch.setattr(decode, "PROVIDERS", FakePredictor.providers)
     row = decode.kv_types_row(CASE, FakePredictor())
     assert (row["bf16"], row["e4m3"], row["NVFP4"]) == pytest.approx((30, 20, 15))
     for kind, wanted in (("e4m3", (1.5, 1.25, 1.5)), ("NVFP4", (2, 1.25, 2))):

@@ -6,6 +6,7 @@ import argparse
 import json
 
 import pytest
+from fake_timer import FakeTimer
 
 from bench.bringup import command, decisions, report
 from bench.bringup.outcome import Target
@@ -113,15 +114,11 @@ def test_waits_without_a_hint():
 
 def test_runs_are_interleaved():
     """Medians of what counts; the clock that changes meets both alike."""
-    order: list[str] = []
-    calls = {"usual": lambda: order.append("usual"), "other": lambda: order.append("other")}
-
-    def time(call):
-        call()
-        return 2.0 if order[-1] == "usual" else 1.0
-
-    assert choices.medians(calls, time, 6) == {"usual": 2.0, "other": 1.0}
-    assert len(order) == 16 and order[:4] == ["other", "usual", "usual", "other"]
+    timer, usual, other = FakeTimer(), object(), object()
+    found = choices.medians(lambda: {"usual": usual, "other": other}, timer)
+    # 20 runs of each do not count; each takes a microsecond longer than the one before.
+    assert found == pytest.approx(dict.fromkeys(("usual", "other"), 1e-3 + 50.5e-6))
+    assert [timer.order[n : n + 2].count(usual) for n in range(0, 160, 2)] == [1] * 80
     assert choices.outcome({"usual": 2.0, "other": 1.0}).values == {"ratio": 2.0}
 
 
