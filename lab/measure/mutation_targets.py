@@ -276,41 +276,25 @@ def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:
     return Shape(queries, keys, heads_q)
 
 
+#: A forward's name, call, options and shapes; a kernel of the backward, a part of its name, and the
+#: gradients that take it.
+_Forward = tuple[str, Callable, dict[str, Any], tuple[Shape, ...]]
+_Gradient = tuple[str, str, str]
+
+
 def _targets() -> Iterator[Target]:
-    packed = (_packed_shape(LENGTHS),)
-    every = {"window_size": (400, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
-    for clc in (False, True):
-        scheduler = "dynamic" if clc else "static"
-        for name, call, options, shapes in (
-            ("full", _dense, {}, SHAPES),
-            ("e4m3", _in_e4m3, {}, SHAPES),
-            ("mxfp8", _in_mxfp8, {}, SHAPES),
-            ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
-            ("varlen, causal", _packed, {"causal": True}, packed),
-            ("varlen, window, softcap, sink", _packed, every, packed),
-            ("varlen, causal, score_mod", _packed, _CHANGED, packed),
-            ("block mask", _masked, {}, MASK_SHAPES),
-            ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
-        ):
-            run = functools.partial(_forward, call=call, **options, use_clc=clc)
-            yield Target(f"forward, {name}, {scheduler}", run, shapes)
-        yield from _of_caches("", clc, BLACKWELL)
-        backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
-        call = functools.partial(_packed, lengths=backward)
-        for name, kernel, wanted in (
-            ("dV and dS", "DvKernel", "qkv"),
-            ("dK and dQ from dS", "ProductsKernel", "qkv"),
-            ("dK/dV", "DkdvKernel", "kv"),
-            ("dQ", "DqKernel", "q"),
-        ):
-            run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
-            of_all = tuple(map(_packed_shape, backward))
-            yield Target(f"{name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel)
-        run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=clc)
-        name = f"dV and dS, varlen, causal, score_mod, {scheduler}"
-        yield Target(name, run, of_all, kernels="DvKernel")
-        yield from _masked_backwards("", clc, BLACKWELL)
-    yield from _hopper_targets()
+    of_blackwell: tuple[_Forward, ...] = (
+        ("e4m3", _in_e4m3, {}, SHAPES), ("mxfp8", _in_mxfp8, {}, SHAPES),
+        ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
+    )  # fmt: skip
+    yield from _of_gpu(
+        "", BLACKWELL, (400, of_blackwell), (BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS),
+        (("dK/dV", "DkdvKernel", "kv"), ("dQ", "DqKernel", "q")),
+    )  # fmt: skip
+    yield from _of_gpu(
+        "Hopper ", HOPPER, (200, ()), (BACKWARD_LENGTHS, EMPTY_FIRST_LENGTHS),
+        (("dK", "DkKernel", "k"), ("dV", "SingleDvKernel", "v"), ("dQ", "DqKernel", "q")),
+    )  # fmt: skip
     parts = functools.partial(_forward, call=_dense, num_splits=COMBINED_PARTS)
     yield Target("forward combine", parts, COMBINED_SHAPES, kernels="CombineKernel")
     for causal in (False, True):
@@ -319,51 +303,45 @@ def _targets() -> Iterator[Target]:
         yield Target(name, run, FLASH_ATTN_SHAPES, reading=True)
 
 
-def _hopper_targets() -> Iterator[Target]:
-    packed = (_packed_shape(LENGTHS),)
-    window = {"window_size": (200, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
-    for counted in (False, True):
-        scheduler = "dynamic" if counted else "static"
-        for name, call, options, shapes in (
+def _of_gpu(
+    prefix: str,
+    environment: Mapping[str, str],
+    forwards: tuple[int, tuple[_Forward, ...]],
+    lengths: tuple[Lengths, ...],
+    gradients: tuple[_Gradient, ...],
+) -> Iterator[Target]:
+    """Yield the targets of a GPU under both schedulers. forwards: left bound of the window, and
+    forwards that it alone has; lengths, gradients: of its backward, beside those that all have."""
+    packed, (left, more) = (_packed_shape(LENGTHS),), forwards
+    every = {"window_size": (left, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
+    call, of_all = functools.partial(_packed, lengths=lengths), tuple(map(_packed_shape, lengths))
+    for clc in (False, True):
+        scheduler = "dynamic" if clc else "static"
+        of_gpu = functools.partial(Target, environment=environment)
+        known: tuple[_Forward, ...] = (
             ("full", _dense, {}, SHAPES),
+            *more,
             ("varlen, causal", _packed, {"causal": True}, packed),
-            ("varlen, window, softcap, sink", _packed, window, packed),
+            ("varlen, window, softcap, sink", _packed, every, packed),
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
             ("block mask", _masked, {}, MASK_SHAPES),
             ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
-        ):
-            run = functools.partial(_forward, call=call, **options, use_clc=counted)
-            yield Target(f"Hopper forward, {name}, {scheduler}", run, shapes, environment=HOPPER)
-        yield from _of_caches("Hopper ", counted, HOPPER)
-        backward = BACKWARD_LENGTHS, EMPTY_FIRST_LENGTHS
-        of_all = tuple(map(_packed_shape, backward))
-        call = functools.partial(_packed, lengths=backward)
-        for name, kernel, wanted in (
-            ("dV and dS", "DvKernel", "qkv"),
-            ("dK and dQ from dS", "ProductsKernel", "qkv"),
-            ("dK", "DkKernel", "k"),
-            ("dV", "SingleDvKernel", "v"),
-            ("dQ", "DqKernel", "q"),
-        ):
-            run = functools.partial(
-                _backward, call=call, wanted=wanted, causal=True, use_clc=counted
-            )
-            yield Target(
-                f"Hopper {name}, varlen, causal, {scheduler}",
-                run,
-                of_all,
-                kernels=kernel,
-                environment=HOPPER,
-            )
-        run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=counted)
-        yield Target(
-            f"Hopper dV and dS, varlen, causal, score_mod, {scheduler}",
-            run,
-            of_all,
-            kernels="DvKernel",
-            environment=HOPPER,
         )
-        yield from _masked_backwards("Hopper ", counted, HOPPER)
+        for name, function, options, shapes in known:
+            run = functools.partial(_forward, call=function, **options, use_clc=clc)
+            yield of_gpu(f"{prefix}forward, {name}, {scheduler}", run, shapes)
+        yield from _of_caches(prefix, clc, environment)
+        for name, kernel, wanted in (
+            ("dV and dS", "DvKernel", "qkv"), ("dK and dQ from dS", "ProductsKernel", "qkv"),
+            *gradients,
+        ):  # fmt: skip
+            run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
+            name = f"{prefix}{name}, varlen, causal, {scheduler}"
+            yield of_gpu(name, run, of_all, kernels=kernel)
+        run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=clc)
+        name = f"{prefix}dV and dS, varlen, causal, score_mod, {scheduler}"
+        yield of_gpu(name, run, of_all, kernels="DvKernel")
+        yield from _masked_backwards(prefix, clc, environment)
 
 
 def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
