@@ -9,11 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench.options import (
-    add_time_limit,
-    machine,
-    one_of,
-)
+from bench.options import add_time_limit, machine, one_of
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS
 from bench.tables.comparison import OURS
@@ -159,10 +155,7 @@ def steps(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draws", type=int, default=32, help="sets of its constants")
     parser.add_argument(
-        "--provider",
-        action="append",
-        choices=STEP_PROVIDERS,
-        help="repeatable; all unless chosen",
+        "--provider", action="append", choices=STEP_PROVIDERS, help="repeatable; all unless chosen"
     )
     add_output_options(parser)
 

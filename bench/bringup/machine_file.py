@@ -9,10 +9,7 @@ from bench.bringup.outcome import Target
 from fa4_hd256.gpus.gpu import FAMILY
 
 #: Constants that a step of the stage `machine` tells: name -> (field, factor, unit).
-_OF_THE_DEVICE = {
-    "sms": ("SMs", 1.0, "SMs"),
-    "l2_megabytes": ("L2, bytes", 1e-6, "MB"),
-}
+_OF_THE_DEVICE = {"sms": ("SMs", 1.0, "SMs"), "l2_megabytes": ("L2, bytes", 1e-6, "MB")}
 
 
 def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:

@@ -14,16 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.measure.exp2 import (
-    BLOCK,
-    SEQLENS,
-    Error,
-    Times,
-    case_of,
-    error_of,
-    grid,
-    measured_times,
-)
+from bench.measure.exp2 import BLOCK, SEQLENS, Error, Times, case_of, error_of, grid, measured_times
 from bench.measure.providers import Ours
 from bench.measure.timer import CudaTimer, Sampling
 from bench.modelled import modelled
@@ -204,10 +195,7 @@ def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def _shown(
-    timed: Timed,
-    errors: dict[Ex2Pattern, Error],
-    causal: bool,
-    origin: dict[str, str],
+    timed: Timed, errors: dict[Ex2Pattern, Error], causal: bool, origin: dict[str, str]
 ) -> dict[tuple[Ex2Pattern, str], Times]:
     """Return the times of a mask's mixes and classes, the row of each printed as it is there."""
     times: dict[tuple[Ex2Pattern, str], Times] = {}

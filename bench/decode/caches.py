@@ -82,12 +82,7 @@ class CacheCase(Case):
 def type_cases() -> list[CacheCase]:
     """Return sequences, keys and heads of the decode tables, and 32 of 8,192 keys, over caches of
     all types."""
-    shapes = (
-        (128, 131072, (32, 2)),
-        (1, 131072, (32, 2)),
-        (32, 8192, (16, 2)),
-        (8, 8192, (16, 2)),
-    )
+    shapes = ((128, 131072, (32, 2)), (1, 131072, (32, 2)), (32, 8192, (16, 2)), (8, 8192, (16, 2)))
     return [
         CacheCase("decode", ((queries, keys),) * batch, *heads, True, kv_types=(BF16, E4M3, NVFP4))
         for batch, keys, heads in shapes for queries in (1, 2, 4)

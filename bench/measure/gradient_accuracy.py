@@ -25,8 +25,6 @@ from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.score_mods import alibi
 
-__all__ = ["CALLS", "Call", "Case", "GradientAccuracy", "default_cases", "measure", "measure_all"]
-
 #: Edges of a dense mask's tiles.
 _TILE = 128
 

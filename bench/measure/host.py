@@ -32,8 +32,6 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run import execute, launch
 from fa4_hd256.run.compile import InProcess
 
-__all__ = ["CASES", "HostCase", "Times", "inputs_of", "microseconds", "our_call", "stand_in"]
-
 PAGE_ROWS = 16
 
 #: Calls of a repetition, few enough for every queue of launches, and repetitions.

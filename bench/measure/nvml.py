@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-__all__ = ["Nvml", "NvmlError"]
-
 _LIBRARY = "libnvidia-ml.so.1"
 #: nvmlClockType_t, NVML_CLOCK_SM.
 _CLOCK_SM = 1

@@ -12,8 +12,6 @@ from .checking import Check, check_forward, check_gradients
 from .providers import Inputs, Provider, attempt, backward_call, forward_call
 from .timer import Timer
 
-__all__ = ["computed_case", "prepared_call"]
-
 
 def prepared_call(
     provider: Provider, inputs: Inputs, direction: str, timer: Timer

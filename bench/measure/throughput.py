@@ -16,13 +16,7 @@ from bench.tables.table import BASIS, MACHINE
 
 from .prepared import computed_case, prepared_call
 from .providers import Inputs, Provider, attempt
-from .timer import (
-    Gpu,
-    Samples,
-    Sampling,
-    Timer,
-    interleave_prepared,
-)
+from .timer import Gpu, Samples, Sampling, Timer, interleave_prepared
 
 
 def measured_rows(

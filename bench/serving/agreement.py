@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Agreement", "Generated", "Scored", "agreement"]
-
 
 class Generated(NamedTuple):
     """Tokens that an engine generated, and the log-probability of each, by request."""

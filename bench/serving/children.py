@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Failed"]
-
 #: Characters of a process's last words that an error has.
 LAST_WORDS = 600
 

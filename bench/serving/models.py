@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODELS", "Size", "cache_bytes", "config_of", "save"]
-
 HEAD_DIM = 256
 #: Keys that a layer of Gemma's with a window sees, and every how many-th layer sees all.
 WINDOW, FULL_EVERY = 1024, 6

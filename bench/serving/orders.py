@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
-__all__ = ["PROFILED", "Served", "Texts", "main", "of_a_step", "readied"]
-
 #: Steps of a profile.
 PROFILED = 16
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from bench.serving import orders, sglang_scheduler
 
-__all__ = ["main"]
-
 #: SGLang's settings: versions of packages are the user's affair.
 ENVIRONMENT = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
 

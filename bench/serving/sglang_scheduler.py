@@ -12,8 +12,6 @@ from typing import Any
 
 from bench.serving import orders
 
-__all__ = ["PREFIX", "run"]
-
 #: Of the names of methods that another process calls.
 PREFIX = "bench_"
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from bench.serving import orders
 
-__all__ = ["main"]
-
 #: vLLM's settings: the engine in this process; the sampler that needs no other package.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",

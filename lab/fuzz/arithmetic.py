@@ -16,17 +16,9 @@ from .program import WORDS, Piece, Writer
 
 #: Register type and 32-bit words of a register, by file.
 FILES = {
-    "r": ("b32", 1),
-    "w": ("b64", 2),
-    "h": ("b16", 1),
-    "f": ("b32", 1),
-    "d": ("b64", 2),
-    "e": ("b16", 1),
-    "g": ("b16", 1),
-    "x": ("b32", 1),
-    "y": ("b32", 1),
-    "p": ("pred", 1),
-}
+    "r": ("b32", 1), "w": ("b64", 2), "h": ("b16", 1), "f": ("b32", 1), "d": ("b64", 2),
+    "e": ("b16", 1), "g": ("b16", 1), "x": ("b32", 1), "y": ("b32", 1), "p": ("pred", 1),
+}  # fmt: skip
 
 # Each line: opcode (braces hold alternatives), destination, sources. # is an immediate of 8 bits; %
 # and ^ are one of 0 to 40 and of 0 to 31, or a register; | is odd, as divisors and what is negated
@@ -209,13 +201,9 @@ _TWO_RESULTS = re.compile(r"setp.*[sufb](32|64)$")
 _UNGUARDED = re.compile(r"testp|set\..*f32\.f32$")
 #: Files that each set of instructions needs.
 _NEEDS = {
-    "integer": "rp",
-    "wide": "rwp",
-    "short": "rhp",
-    "float": "rfp",
-    "double": "rwfdp",
+    "integer": "rp", "wide": "rwp", "short": "rhp", "float": "rfp", "double": "rwfdp",
     "half": "rfegxyp",
-}
+}  # fmt: skip
 _COUNTS = {"r": 6, "w": 3, "h": 3, "f": 4, "d": 3, "e": 3, "g": 3, "x": 3, "y": 3, "p": 4}
 
 

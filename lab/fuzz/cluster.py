@@ -33,17 +33,10 @@ class ClusterPhases(Phases):
 
     def phase(self) -> Piece:
         kinds = [
-            self._write_there,
-            self._write_there,
-            self._read_there,
-            self._red_there,
-            self._arrive_there,
-            self._store_async,
-            self._reduce_async,
-            self._push,
-            self._split_barrier,
-            self._own,
-        ]
+            self._write_there, self._write_there, self._read_there, self._red_there,
+            self._arrive_there, self._store_async, self._reduce_async, self._push,
+            self._split_barrier, self._own,
+        ]  # fmt: skip
         work = tuple(self.registers.instruction() for _ in range(self.w.random.randrange(3)))
         return Piece("", (*work, Piece(self.w.random.choice(kinds)(), fixed=True)), self.sync())
 

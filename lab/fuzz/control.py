@@ -176,18 +176,8 @@ class Flow:
     def _lane_set(self) -> int:
         """Halves, quarters, every other lane, or any set."""
         choose = self.w.random
-        return choose.choice(
-            (
-                0xFFFF,
-                0xFF00FF00,
-                0x0F0F0F0F,
-                0x55555555,
-                1,
-                1 << 31,
-                choose.getrandbits(32),
-                choose.getrandbits(32),
-            )
-        )
+        drawn = choose.getrandbits(32), choose.getrandbits(32)
+        return choose.choice((0xFFFF, 0xFF00FF00, 0x0F0F0F0F, 0x55555555, 1, 1 << 31, *drawn))
 
     def _voted_branch(self, mask: Mask, depth: int) -> Piece:
         """A branch on data whose sides know by a ballot who takes them."""

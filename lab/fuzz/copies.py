@@ -18,18 +18,9 @@ from .program import Launch, Piece, Program, Writer, random_words, writer
 THREADS = 128
 TILE = 16384
 _BITS = {
-    "u8": 8,
-    "u16": 16,
-    "u32": 32,
-    "s32": 32,
-    "u64": 64,
-    "s64": 64,
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "f32.ftz": 32,
-    "f64": 64,
-}
+    "u8": 8, "u16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "f16": 16, "bf16": 16,
+    "f32": 32, "f32.ftz": 32, "f64": 64,
+}  # fmt: skip
 _FLOATING = ("f16", "bf16", "f32", "f32.ftz", "f64")
 _REDUCTIONS = {
     "u32": ("add", "min", "max", "inc", "dec", "and", "or", "xor"),
@@ -140,33 +131,15 @@ class Copies:
             strides[choose.randrange(len(strides))] = 0
         fill = dtype in _FLOATING and self.w.chance(0.4)
         return TensorMap(
-            0,
-            dtype,
-            tuple(sizes),
-            tuple(strides),
-            box,
-            tuple(steps),
-            swizzle,
-            0,
-            fill and loads,
-            dtype in ("f32", "f32.ftz") and self.w.chance(0.2),
-            0,
-            0,
-        )
+            0, dtype, tuple(sizes), tuple(strides), box, tuple(steps), swizzle, 0, fill and loads,
+            dtype in ("f32", "f32.ftz") and self.w.chance(0.2), 0, 0,
+        )  # fmt: skip
 
     def _coordinates(self, t: TensorMap, loads: bool) -> str:
         choose, places = self.w.random, []
         for d, (size, box) in enumerate(zip(t.sizes, t.box, strict=True)):
-            place = choose.choice(
-                (
-                    0,
-                    size - box,
-                    size - 1,
-                    choose.randrange(-box - 3, size + 4),
-                    choose.randrange(size),
-                    -(box // 2),
-                )
-            )
+            drawn = choose.randrange(-box - 3, size + 4), choose.randrange(size)
+            place = choose.choice((0, size - box, size - 1, *drawn, -(box // 2)))
             if d == 0:
                 # The hardware takes no tile that starts off a 16-byte boundary of its row.
                 place = place // (128 // t.element_bits) * (128 // t.element_bits)
@@ -404,13 +377,6 @@ def copies(seed: int) -> Program:
     )
     launch = Launch(size, THREADS, size, f".reqnctapercluster {size}, 1, 1\n" if size > 1 else "")
     return Program(
-        "copies",
-        seed,
-        head,
-        tuple(Piece(buffers.resolve(piece.before)) for piece in pieces),
-        buffers.resolve(tail),
-        launch,
-        tuple(buffers.inputs),
-        tuple(buffers.outputs),
-        maps,
-    )
+        "copies", seed, head, tuple(Piece(buffers.resolve(piece.before)) for piece in pieces),
+        buffers.resolve(tail), launch, tuple(buffers.inputs), tuple(buffers.outputs), maps,
+    )  # fmt: skip

@@ -58,16 +58,9 @@ def _program(
 ) -> Program:
     threads = launch.grid * launch.block
     return Program(
-        family,
-        seed,
-        _HEAD + w.declarations() + head,
-        tuple(pieces),
-        "ret;\n",
-        launch,
-        (random_words(w.random, 4),),
-        (np.zeros(threads, np.uint32),),
-        may_hang=True,
-    )
+        family, seed, _HEAD + w.declarations() + head, tuple(pieces), "ret;\n", launch,
+        (random_words(w.random, 4),), (np.zeros(threads, np.uint32),), may_hang=True,
+    )  # fmt: skip
 
 
 def named(seed: int) -> Program:
@@ -234,13 +227,9 @@ def pool(seed: int) -> Program:
     last = "bar.sync 0;\n" if w.chance(0.6) else ""
     # The largest step up is what the kernel is launched with at most, so none may go.
     return _program(
-        "pool",
-        seed,
-        w,
-        "",
-        _sections(w, lists, 128, last, fixed=True),
+        "pool", seed, w, "", _sections(w, lists, 128, last, fixed=True),
         Launch(1, threads, 1, directive),
-    )
+    )  # fmt: skip
 
 
 def _budget(w: Writer, launched: int) -> int:
@@ -278,13 +267,9 @@ def parts(seed: int) -> Program:
         lists.append(steps)
     rounds = min(len(steps) for steps in lists)
     return _program(
-        "parts",
-        seed,
-        w,
-        "",
-        _sections(w, [steps[:rounds] for steps in lists], 32),
+        "parts", seed, w, "", _sections(w, [steps[:rounds] for steps in lists], 32),
         Launch(1, 32 * warps),
-    )
+    )  # fmt: skip
 
 
 def _sites(w: Writer, cuts: list[int], barrier: str) -> str:

@@ -56,15 +56,9 @@ def sequences(seed: int) -> Program:
     )
     # Later operations are legal only after all earlier ones: the program is one piece.
     return Program(
-        "sequences",
-        seed,
-        head,
-        (Piece("".join(steps), fixed=True),),
-        "ret;\n",
-        Launch(1, 1),
-        (random_words(w.random, 4),),
-        (np.zeros(len(steps), np.uint32),),
-    )
+        "sequences", seed, head, (Piece("".join(steps), fixed=True),), "ret;\n", Launch(1, 1),
+        (random_words(w.random, 4),), (np.zeros(len(steps), np.uint32),),
+    )  # fmt: skip
 
 
 def _operation(w: Writer, model: _Model, which: int) -> str:
@@ -198,13 +192,6 @@ def arrivals(seed: int) -> Program:
     # Bulk reductions into shared::cluster need a launch of clusters, be they of one CTA.
     launch = Launch(1, _THREADS, directives=".reqnctapercluster 1, 1, 1\n")
     return finish(
-        w,
-        registers,
-        "arrivals",
-        seed,
-        pieces,
-        launch,
-        extra_head=head,
-        extra_inputs=(random_words(w.random, 512),),
-        may_hang=True,
-    )
+        w, registers, "arrivals", seed, pieces, launch, extra_head=head,
+        extra_inputs=(random_words(w.random, 512),), may_hang=True,
+    )  # fmt: skip

@@ -122,12 +122,6 @@ def memory(seed: int) -> Program:
         f"mov.b32 %i0, 0;\n{zeros}"
     )
     return finish(
-        w,
-        registers,
-        "memory",
-        seed,
-        pieces,
-        Launch(1, _THREADS),
-        extra_head=head,
+        w, registers, "memory", seed, pieces, Launch(1, _THREADS), extra_head=head,
         extra_outputs=(np.zeros((_THREADS, _OWN // 4), np.uint32),),
-    )
+    )  # fmt: skip

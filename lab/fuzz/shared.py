@@ -37,17 +37,9 @@ class Phases:
     def phase(self) -> Piece:
         """One phase, perhaps with arithmetic before it."""
         kinds = [
-            self._permute,
-            self._permute,
-            self._atomics,
-            self._reduction,
-            self._named,
-            self._handshake,
-            self._matrix,
-            self._mbarrier,
-            self._mbarrier,
-            self._bytes,
-        ]
+            self._permute, self._permute, self._atomics, self._reduction, self._named,
+            self._handshake, self._matrix, self._mbarrier, self._mbarrier, self._bytes,
+        ]  # fmt: skip
         if self.threads >= 128:
             kinds += [self._named, self._handshake]
         work = tuple(self.registers.instruction() for _ in range(self.w.random.randrange(4)))
@@ -318,11 +310,6 @@ def shared(seed: int) -> Program:
     phases = Phases(w, registers, threads)
     pieces = [phases.phase() for _ in range(w.random.randrange(2, 6))]
     return finish(
-        w,
-        registers,
-        "shared",
-        seed,
-        pieces,
-        Launch(w.random.choice((1, 1, 2)), threads),
+        w, registers, "shared", seed, pieces, Launch(w.random.choice((1, 1, 2)), threads),
         extra_head=phases.head(),
-    )
+    )  # fmt: skip

@@ -9,14 +9,9 @@ from .program import WORDS, Launch, Piece, Program, Writer, random_words, writer
 
 _THREADS = 64
 _CHOICES = (
-    ("integer",),
-    ("integer", "wide"),
-    ("integer", "short"),
-    ("float", "integer"),
-    ("double", "wide"),
-    ("half", "float"),
-    tuple(FORMS),
-)
+    ("integer",), ("integer", "wide"), ("integer", "short"), ("float", "integer"),
+    ("double", "wide"), ("half", "float"), tuple(FORMS),
+)  # fmt: skip
 
 
 def finish(
@@ -41,16 +36,9 @@ def finish(
     outputs = np.full((registers.words, threads), 0xDDDDDDDD, np.uint32)
     head = registers.head(f"p{1 + len(extra_inputs)}") + extra
     return Program(
-        family,
-        seed,
-        head,
-        tuple(pieces),
-        tail,
-        launch,
-        (inputs, *extra_inputs),
-        (outputs, *extra_outputs),
-        **more,
-    )
+        family, seed, head, tuple(pieces), tail, launch, (inputs, *extra_inputs),
+        (outputs, *extra_outputs), **more,
+    )  # fmt: skip
 
 
 def arithmetic(seed: int) -> Program:

@@ -17,12 +17,7 @@ from unittest import mock
 import torch
 
 from bench.peers import flash_attn_4
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    get_scheduler_metadata,
-    masks,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata, masks
 from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import DESCALES, E4M3

@@ -13,8 +13,6 @@ from fa4_hd256 import flash_attn_func
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.measure.rank_processes import ONE_GPU
 
-__all__ = ["DIVISIONS", "Block", "BlockShape", "causal_attention"]
-
 #: (q, k, v) -> out, causal: (batch, tokens, heads, 256).
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

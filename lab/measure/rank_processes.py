@@ -16,8 +16,6 @@ import torch.distributed as dist
 from bench.measure.providers import attempt
 from fa4_hd256.interrupt import starting_workers
 
-__all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count"]
-
 #: Times of runs in milliseconds, each the slowest rank's.
 Times = tuple[float, ...]
 

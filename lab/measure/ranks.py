@@ -25,11 +25,6 @@ from fa4_hd256.integrations.context_parallel import exchange, local, ring
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.measure.rank_processes import ONE_GPU, Times
 
-__all__ = [
-    "KERNELS", "RING", "TRANSFERS", "WAITS", "WAYS", "Job", "RanksCase", "sampled",
-    "timed",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class RanksCase:

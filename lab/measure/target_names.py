@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["TARGETS"]
-
 _OF_PACKED = ("varlen, causal", "varlen, window, softcap, sink", "varlen, causal, score_mod")
 _OF_CACHES = (
     "keys in pages", "keys in parts", "few rows", "few rows, tree mask", "few rows, keys in pages",

@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.measure.exp2 import (
-    SEQLENS,
-    Times,
-    case_of,
-    config_of,
-)
+from bench.measure.exp2 import SEQLENS, Times, case_of, config_of
 from bench.processes import stream
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from lab.model import ours

@@ -221,15 +221,9 @@ def grouped(tile: Tile, group: int, rows: tuple[int, int], of_row: float) -> Til
     """The tile as one of a group that shares these rows (`shared_by`), of so many bytes each."""
     first, limit = rows
     return Tile(
-        tile.work,
-        group,
-        limit * of_row,
-        tile.own_bytes,
-        tile.masked,
-        tile.reads,
-        tile.writes,
+        tile.work, group, limit * of_row, tile.own_bytes, tile.masked, tile.reads, tile.writes,
         -1.0 if first < 0 else first * of_row,
-    )
+    )  # fmt: skip
 
 
 def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:

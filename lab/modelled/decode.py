@@ -18,13 +18,7 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.calls import forward_problem
 from lab.model.machines import gpu_of
 from lab.model.origin import modelled_machine
-from lab.model.predictor import (
-    OURS_E4M3,
-    OURS_NVFP4,
-    PROVIDERS,
-    Predictor,
-    predictor_of,
-)
+from lab.model.predictor import OURS_E4M3, OURS_NVFP4, PROVIDERS, Predictor, predictor_of
 from lab.modelled import throughput
 
 MODELLED = ("rates", "kv-types", "pages")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 
-__all__ = ["barrier_graph"]
-
 _ROW, _TOP = 34, 132
 _NAMES, _FIRST, _LAST = 24, 216, 580
 _WORDS = 642

@@ -22,8 +22,6 @@ from lab.pictures.simulator import instruction_life, simulator_tower
 from lab.pictures.svg import Drawing
 from lab.pictures.timeline import role_timeline
 
-__all__ = ["PICTURES"]
-
 
 def _of_kernels() -> dict[str, Callable[[], Drawing]]:
     """The memory map and the barriers of each kernel on CTA pairs."""

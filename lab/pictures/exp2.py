@@ -9,8 +9,6 @@ from fa4_hd256.softmax_emu.pattern import COEFFICIENTS
 from lab.pictures.plot import Axes, Scale
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing
 
-__all__ = ["exp2_error"]
-
 _BINS = 96
 _COLOURS = {2: ORANGE, 3: BLUE, 4: GREEN, 5: PURPLE}
 #: Half a unit in the last place, relative: what rounding P costs at most.

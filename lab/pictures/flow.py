@@ -8,8 +8,6 @@ from typing import NamedTuple
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing, Point, tint
 
-__all__ = ["backward_flow"]
-
 
 class _Box(NamedTuple):
     """left, top, width, height."""

@@ -15,8 +15,6 @@ from typing import Any
 from lab.model.origin import modelled_machine
 from sm100_sim.timing import load
 
-__all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
-
 DATA = Path(__file__).resolve().parent / "data"
 MACHINE = "b200"
 #: Pictures that show figures of the timing model.

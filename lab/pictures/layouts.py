@@ -13,9 +13,6 @@ from fa4_hd256.kernels.blackwell.instructions import (
 )
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RULE, SKY, Drawing, tint
 
-__all__ = ["accumulator_parts", "operand_majors", "pair_operands", "place_of_chunk", "swizzle",
-           "tensor_memory_lanes"]  # fmt: skip
-
 _SLICE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 ROWS, CHUNKS, CHUNK_BYTES = 8, 8, 16
 

@@ -18,8 +18,6 @@ from lab.pictures import inputs
 from lab.pictures.plot import Axes, Scale, mark
 from lab.pictures.svg import BLUE, GREY, INK, ORANGE, Drawing, text_width
 
-__all__ = ["LINES", "MEASURED", "keep", "kept", "read_losses", "training_losses"]
-
 #: Pictures that show what is kept here.
 MEASURED = ("training-losses",)
 EXACT = "SDPA float32"

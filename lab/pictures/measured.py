@@ -13,8 +13,6 @@ from lab.pictures.plot import Axes, Scale, mark
 from lab.pictures.svg import BLUE, GREEN, GREY, ORANGE, Drawing, text_width
 from lab.tables.documents import FOLDER, read_markdown
 
-__all__ = ["PROVIDERS", "Measurements", "read_table", "throughput_h200"]
-
 #: Direction -> table of docs/tables.
 _TABLES = {"forward": "throughput_h200", "backward": "throughput_h200_backward"}
 #: Column of the tables, legend, colour, symbol.

@@ -14,9 +14,6 @@ from lab.pictures.measured import PROVIDERS, Measurements, read_table
 from lab.pictures.plot import Axes, Scale
 from lab.pictures.svg import GREY, INK, Drawing, text_width
 
-__all__ = ["bars_h200"]
-
-
 _TFLOPS, _BANDWIDTH = "TFLOPS", "TB/s"
 
 

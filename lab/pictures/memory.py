@@ -27,8 +27,6 @@ from lab.pictures.svg import (
     tint,
 )
 
-__all__ = ["memory_map"]
-
 _WIDTH, _LEFT, _INNER = 960, 24, 912
 _BAR, _TMEM_HEIGHT, _ROW = 74, 128, 21
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)

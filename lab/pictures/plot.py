@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from lab.pictures.svg import GREY, INK, RULE, Drawing, Point, tint
 
-__all__ = ["Axes", "Scale", "mark"]
-
 
 @dataclass(frozen=True)
 class Scale:

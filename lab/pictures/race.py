@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import sm100_sim
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, RED, RULE, Drawing, Point, tint
 
-__all__ = ["KERNEL", "Operation", "happens_before", "planted_race", "run_text"]
-
 #: Warp 0 fills a slot of shared memory, warp 1 reads it, twice. Each line with a comment is drawn.
 #: The bug: warp 1 gives the slot back before it has read.
 KERNEL = """

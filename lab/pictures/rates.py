@@ -13,8 +13,6 @@ from lab.published.flash_attention import FORWARD_256, PR_2454
 from lab.published.nvidia import CUDNN_9_27, FLASH_ATTENTION_UNKNOWN, FROST_1_31, TRAINING
 from lab.published.rows import Published
 
-__all__ = ["accuracy_of_the_model", "throughput_forward", "throughput_peers"]
-
 OURS, THEIRS = "ours", "flash-attn-4"
 _LENGTHS = {512 << n: f"{(512 << n) / 1024:g}k" for n in range(9)}
 _PANEL = (392, 330)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing, tint
 
-__all__ = ["FLOORS", "OBSERVERS", "instruction_life", "simulator_tower"]
-
 #: Floors from the ground up: packages of `sm100_sim`, and what happens there. Each imports lower
 #: ones alone.
 FLOORS = (

@@ -9,8 +9,6 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.plan.edges import EdgeTable
 from sm100_sim.timing import Action, Prediction
 
-__all__ = ["LANES", "Span", "forward_spans"]
-
 #: Lanes of the timeline from top to bottom.
 LANES = ("load Q", "load K", "load V", "tensor core", "softmax", "correction", "epilogue")
 

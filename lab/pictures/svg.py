@@ -13,24 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "INK",
-    "ORANGE",
-    "PALE",
-    "PURPLE",
-    "RED",
-    "RULE",
-    "SKY",
-    "Drawing",
-    "Point",
-    "TextBox",
-    "text_width",
-    "tint",
-]
-
 Point = tuple[float, float]
 
 # Okabe and Ito's palette, which people with any common colour vision tell apart.
@@ -105,10 +87,7 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" role="img" font-family="{SANS}">'
         )
-        words = (
-            f"<title>{escape(self.title)}</title>",
-            f"<desc>{escape(self.description)}</desc>",
-        )
+        words = (f"<title>{escape(self.title)}</title>", f"<desc>{escape(self.description)}</desc>")
         ground = f'<rect width="{self.width}" height="{self.height}" fill="#ffffff"/>'
         return "\n".join([head, *words, ground, *self._parts, "</svg>"]) + "\n"
 

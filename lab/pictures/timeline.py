@@ -6,8 +6,6 @@ from lab.pictures.inputs import AFTER, BEFORE, basis, read
 from lab.pictures.spans import LANES, Span
 from lab.pictures.svg import BLUE, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 
-__all__ = ["role_timeline"]
-
 _LEFT, _INNER, _TOP, _LANE, _BAR = 122, 960, 112, 46, 30
 _SCALE = _INNER / (BEFORE + AFTER)
 #: Opacity of each kind of bar.
@@ -28,8 +26,7 @@ def role_timeline() -> Drawing:
         "next tile's first product is issued before the last one of this tile.",
     )
     drawing.heading(
-        "One tile ends while the next has begun",
-        f"forward, leader CTA, {found['problem']}",
+        "One tile ends while the next has begun", f"forward, leader CTA, {found['problem']}"
     )
     drawing.text((24, 72), basis(), 12, colour=GREY)
     _legend(drawing)

@@ -214,10 +214,7 @@ FROST_BACKWARD = tuple(
 )
 CUDNN_BACKWARD = tuple(
     replace(row, build=CUDNN_9_26, role=AS_PUBLISHED, tflops=row.seconds / (us * 1e-6))
-    for row, us in (
-        (_BACKWARD, 7265.0),
-        (replace(_BACKWARD, causal=True), 3939.0),
-    )
+    for row, us in ((_BACKWARD, 7265.0), (replace(_BACKWARD, causal=True), 3939.0))
 )
 
 #: Pull request 488 (2026-08-05), about 1.27: under Nsight Compute, which holds the base clock, and

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from lab.tables.documents import FOLDER, read_markdown
 
-__all__ = ["PAGE", "SECTIONS", "with_sections"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 #: Tokens of a sequence as headings have them -> how a shape of 16,384 tokens has them.
 _LENGTHS = {

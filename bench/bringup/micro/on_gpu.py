@@ -42,20 +42,9 @@ class Loaded:
         )
         pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
         k = self.kernel
-        self._gpu.call(
-            "cuLaunchKernel",
-            self._function,
-            k.grid,
-            1,
-            1,
-            32 * k.warps,
-            1,
-            1,
-            k.shared,
-            stream,
-            ctypes.addressof(pointers),
-            0,
-        )
+        grid, block = (k.grid, 1, 1), (32 * k.warps, 1, 1)
+        more = k.shared, stream, ctypes.addressof(pointers), 0
+        self._gpu.call("cuLaunchKernel", self._function, *grid, *block, *more)
 
     def once(self, turn: int) -> float:
         """Launch and wait; clocks of the loop, of the slowest warp or of the typical one."""

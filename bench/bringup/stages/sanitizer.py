@@ -4,7 +4,6 @@ in the simulator. A planted fault first shows that the tool sees one here."""
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib
 import json
@@ -14,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from bench.bringup import child
 from bench.bringup.outcome import Outcome, Target
@@ -84,16 +84,8 @@ def _under(tool: str, stage: str, step: str, target: Target) -> Outcome:
     """A step of another stage in a process under the tool."""
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         order, progress = Path(directory, "order.json"), Path(directory, "progress.jsonl")
-        order.write_text(
-            json.dumps(
-                {
-                    "stage": stage,
-                    "items": [step],
-                    "target": target.as_json(),
-                    "progress": str(progress),
-                }
-            )
-        )
+        job = {"stage": stage, "items": [step], "target": target.as_json()}
+        order.write_text(json.dumps({**job, "progress": str(progress)}))
         # Errors of the driver's functions are the step's own to report; cuda-bindings asks the
         # driver for functions that it may not have.
         command = [TOOL, "--tool", tool, "--target-processes", "all", "--report-api-errors", "no",
@@ -107,19 +99,14 @@ def _under(tool: str, stage: str, step: str, target: Target) -> Outcome:
     if explained:
         summary += f", all of them bulk copies, which {TOOL} does not order"
     elif done.returncode == FOUND or not re.search("SUMMARY: 0 (errors|hazards)", summary):
-        return Outcome(
-            "failed",
-            summary or f"status {done.returncode}, no summary",
-            {"output": "\n".join(lines[:60]) or done.stderr[-2000:]},
-        )
+        output = "\n".join(lines[:60]) or done.stderr[-2000:]
+        text = summary or f"status {done.returncode}, no summary"
+        return Outcome("failed", text, {"output": output})
     # No error of the tool: then the step's own word counts.
     ended = [json.loads(line) for line in said if '"end"' in line]
     if not ended:
-        return Outcome(
-            "fault",
-            f"the step did not end; status {done.returncode}",
-            {"stderr": done.stderr[-2000:]},
-        )
+        text = f"the step did not end; status {done.returncode}"
+        return Outcome("fault", text, {"stderr": done.stderr[-2000:]})
     own = ended[-1]["outcome"]
     return Outcome(own["state"], f"{summary}; {own.get('text', '')}")
 
@@ -158,22 +145,11 @@ def _bulk_copies() -> dict[str, set[int]]:
     return found
 
 
-@contextlib.contextmanager
-def _sanitized() -> Iterator[None]:
-    name = "SM100_SIM_SANITIZE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
-
-
 def _simulated(step: str, target: Target, note: Callable[[str], None]) -> Outcome:
     sm100_sim = importlib.import_module("sm100_sim")
     # Reports are kept of a number of launches only, so that how many there are says nothing.
     earlier = sm100_sim.last_reports()
-    with _sanitized():
+    with mock.patch.dict(os.environ, SM100_SIM_SANITIZE="1"):
         outcome = kernels.run(step, target, note)
     reports = [r for r in sm100_sim.last_reports() if not any(r is e for e in earlier)]
     findings = [str(finding) for report in reports for finding in report.findings]

@@ -46,21 +46,9 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     direction, group, heads = selection(item)
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         path = Path(directory, "table.json")
-        command = [
-            sys.executable,
-            "-m",
-            "bench",
-            "throughput",
-            "--direction",
-            direction,
-            "--group",
-            group,
-            *heads,
-            "--max-tokens",
-            str(_TOKENS),
-            "--json",
-            str(path),
-        ]
+        command = [sys.executable, "-m", "bench", "throughput", "--direction", direction,
+                   "--group", group, *heads, "--max-tokens", str(_TOKENS),
+                   "--json", str(path)]  # fmt: skip
         note(" ".join(command[1:-4]))
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if not path.exists():

@@ -202,8 +202,7 @@ def _one(rows: tuple[Published, ...], **fields) -> Published:
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "rate", "milliseconds"),
-    [(4096, 850, 51.77), (131072, 906, 1553.84)],
+    ("seqlen", "rate", "milliseconds"), [(4096, 850, 51.77), (131072, 906, 1553.84)]
 )
 def test_the_shapes_of_the_backward_listing_give_its_times(seqlen, rate, milliseconds):
     """The listing has both; the batch and the count of FLOP follow from them."""

@@ -19,12 +19,7 @@ class World(Protocol):
         """Return a tensor of normal numbers; of whole ones below `low` if that is given."""
 
     def launch(
-        self,
-        kernel: str,
-        grid: Extent,
-        block: Extent,
-        *arguments: Any,
-        source: Source = TEXTBOOK,
+        self, kernel: str, grid: Extent, block: Extent, *arguments: Any, source: Source = TEXTBOOK
     ) -> None:
         """Launch a kernel of a source; arguments: tensors and numbers of 32 bits."""
 

@@ -115,12 +115,7 @@ class Gpu:
         return made.normal_(generator=self._random)
 
     def launch(
-        self,
-        kernel: str,
-        grid: Extent,
-        block: Extent,
-        *arguments: Any,
-        source: Source = TEXTBOOK,
+        self, kernel: str, grid: Extent, block: Extent, *arguments: Any, source: Source = TEXTBOOK
     ) -> None:
         if source not in self._modules:
             self._modules[source] = Module(_compiled(source))

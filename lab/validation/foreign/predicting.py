@@ -37,12 +37,7 @@ class Simulated:
         return made.to(self.device)
 
     def launch(
-        self,
-        kernel: str,
-        grid: Extent,
-        block: Extent,
-        *arguments: Any,
-        source: Source = TEXTBOOK,
+        self, kernel: str, grid: Extent, block: Extent, *arguments: Any, source: Source = TEXTBOOK
     ) -> None:
         folders = [*source.folders(), host_headers()] if source.package else []
         launch_cuda(

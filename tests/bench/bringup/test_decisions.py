@@ -80,11 +80,7 @@ def test_a_wrong_result_decides(stage, step, settings, state):
 
 @pytest.mark.parametrize(
     ("ratios", "settings"),
-    [
-        ((1.04, 1.02), {"FA4_HD256_DS_BYTES": "0"}),
-        ((1.04, 1.002), {}),
-        ((1.3, 0.97), {}),
-    ],
+    [((1.04, 1.02), {"FA4_HD256_DS_BYTES": "0"}), ((1.04, 1.002), {}), ((1.3, 0.97), {})],
 )
 def test_the_faster_configuration_is_taken(ratios, settings):
     """Be faster in all that was measured, by more than the margin, or stay."""

@@ -120,15 +120,8 @@ def test_the_h200_of_the_docs_is_a_machine():
     """Single instructions as other programs measured them there (hopper_measured.json)."""
     found, other = load(str(ROOT / "docs" / "bringup_h200.json")), load("h200").values()
     assert found.name == "NVIDIA H200"
-    for name in (
-        "sms",
-        "mufu_interval",
-        "mufu_latency",
-        "shared_load",
-        "shuffle",
-        "shared_bytes_per_clock",
-        "named_barrier",
-        "named_barrier_warp",
-        "clock_ghz",
-    ):
+    names = ("sms", "mufu_interval", "mufu_latency", "shared_load", "shuffle",
+             "shared_bytes_per_clock", "named_barrier", "named_barrier_warp",
+             "clock_ghz")  # fmt: skip
+    for name in names:
         assert getattr(found.values(), name) == pytest.approx(getattr(other, name), rel=0.01)

@@ -88,7 +88,7 @@ def test_rates_of_a_case(monkeypatch):
     assert "cuDNN: 1 of 1 not run: no GPU." in table.as_markdown()
 
 
-@pytest.mark.parametrize("command", ["throughput", "decode", "schedulers", "masks", "ex2-sweep"])
+@pytest.mark.parametrize("command", ["throughput", "decode", "schedulers", "ex2-sweep"])
 def test_without_a_gpu_and_without_the_lab_a_command_says_so(command, monkeypatch, capsys):
     def missing(name, before=modelled.importlib.util.find_spec):
         return None if name == "lab" else before(name)
