@@ -152,11 +152,8 @@ class ExactWindow(NamedTuple):
     right: int | None
 
 
-def window_of(window_size: Any, causal: bool = False) -> Window:
-    """Return (left, right), None for unbounded, from a window_size as users give it.
-
-    -1 means unbounded, except in an `ExactWindow`; any other negative number is a bound. causal
-    sets right to 0. An empty window, left + right < 0, is always the same one.
+def sides_of(window_size: Any) -> list[int | None]:
+    """Return the two sides of a window_size as users give them.
 
     Raises TypeError for a side that is no int, ValueError for what is no pair.
     """
@@ -172,6 +169,18 @@ def window_of(window_size: Any, causal: bool = False) -> Window:
             raise ValueError(
                 f"a side of window_size is {side}; accepted: a number that fits into 64 bits"
             )
+    return sides
+
+
+def window_of(window_size: Any, causal: bool = False) -> Window:
+    """Return (left, right), None for unbounded, from a window_size as users give it.
+
+    -1 means unbounded, except in an `ExactWindow`; any other negative number is a bound. causal
+    sets right to 0. An empty window, left + right < 0, is always the same one.
+
+    Raises TypeError for a side that is no int, ValueError for what is no pair.
+    """
+    sides = sides_of(window_size)
     none = None if isinstance(window_size, ExactWindow) else -1
     left, right = (None if side is None or side == none else _bound(side) for side in sides)
     if causal:

@@ -45,11 +45,14 @@ class Library:
         """Return the library's own function for tensors of another head_dim, else None.
 
         values: all arguments of the call, by name. tensors: those with a head_dim. Raises
-        NotImplementedError for a refused argument that requests something, ValueError for another
-        head_dim where the library is not installed.
+        NotImplementedError for a refused argument that requests something, TypeError for a tensor
+        that is none, ValueError for another head_dim where the library is not installed.
         """
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] != HEAD_DIM:
+            if not isinstance(tensor, torch.Tensor):
+                name = next(name for name, value in values.items() if value is tensor)
+                check_tensor(name, tensor)
+            elif tensor.ndim and tensor.shape[-1] != HEAD_DIM:
                 return self.original(function, tensor.shape[-1])
         self.refuse(function, values)
         return None
@@ -71,7 +74,8 @@ class Library:
             )
 
     def original(self, function: str, head_dim: int) -> Callable[..., Any]:
-        """Return the library's own function. Raises ValueError where it is not installed."""
+        """Return the library's own function. Raises ValueError where it is not installed, and for a
+        package of its name without that function, as flash-attn-4's is of flash-attn's."""
         module: Any = sys.modules.get(self.module)
         if module is None:
             try:
@@ -81,13 +85,39 @@ class Library:
                     f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, or another "
                     f"one where {self.name} is installed, which it is not ({error})"
                 ) from error
-        original: Callable[..., Any] = getattr(module, function)
+        original: Callable[..., Any] | None = getattr(module, function, None)
+        if original is None:
+            raise ValueError(
+                f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, or another one "
+                f"where {self.name} is installed: the module {self.module} here has no {function}"
+            )
         if original.__module__.startswith(__package__ or "fa4_hd256.compat"):
             raise ValueError(
                 f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, since the module "
                 f"{self.module} of this process is fa4_hd256's own"
             )
         return original
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def parts_of(name: str, packed: torch.Tensor, count: int, rows: str) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that are packed in one, in the dimension before the heads.
+
+    count: of the tensors. rows: names of the dimensions before. Raises ValueError for another
+    shape.
+    """
+    dimensions = rows.count(",") + 4
+    if packed.ndim != dimensions or packed.shape[-3] != count:
+        raise ValueError(
+            f"{name} has shape {tuple(packed.shape)}; accepted: ({rows}, {count}, heads, "
+            f"{HEAD_DIM})"
+        )
+    return packed.unbind(dim=-3)
 
 
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
 
 from .. import interface, kv_cache
 from ..score_mods import alibi
-from .arguments import FLASH_ATTN_2
+from ..words import shown
+from .arguments import FLASH_ATTN_2, parts_of
 from .windows import window_of
 
 __all__ = [
@@ -42,7 +44,7 @@ def flash_attn_qkvpacked_func(
     if original is not None:
         return original(**arguments)
     del arguments["qkv"]
-    q, k, v = qkv.unbind(dim=-3)
+    q, k, v = parts_of("qkv", qkv, 3, "batch, seqlen")
     return flash_attn_func(q, k, v, **arguments)
 
 
@@ -64,7 +66,7 @@ def flash_attn_kvpacked_func(
     if original is not None:
         return original(**arguments)
     del arguments["q"], arguments["kv"]
-    k, v = kv.unbind(dim=-3)
+    k, v = parts_of("kv", kv, 2, "batch, seqlen_k")
     return flash_attn_func(q, k, v, **arguments)
 
 
@@ -118,7 +120,7 @@ def flash_attn_varlen_qkvpacked_func(
         return original(**arguments)
     del arguments["qkv"], arguments["cu_seqlens"], arguments["max_seqlen"]
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    q, k, v = qkv.unbind(dim=-3)
+    q, k, v = parts_of("qkv", qkv, 3, "total")
     return flash_attn_varlen_func(q, k, v, *lengths, **arguments)
 
 
@@ -144,7 +146,7 @@ def flash_attn_varlen_kvpacked_func(
     if original is not None:
         return original(**arguments)
     del arguments["q"], arguments["kv"]
-    k, v = kv.unbind(dim=-3)
+    k, v = parts_of("kv", kv, 2, "total_k")
     return flash_attn_varlen_func(q, k, v, **arguments)
 
 
@@ -173,6 +175,9 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_2.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(offsets, torch.Tensor) or offsets.dtype != torch.int32:
+            raise TypeError(f"{name} must be an int32 tensor, got {shown(offsets)}")
     lengths = {name: arguments[name] for name in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")}
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
@@ -233,11 +238,12 @@ _OF_CACHE = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "ca
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    softcap = arguments["softcap"]
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],
         "window_size": window_of(arguments["window_size"]),
-        "softcap": max(arguments["softcap"], 0.0),
+        "softcap": 0.0 if isinstance(softcap, numbers.Real) and softcap <= 0 else softcap,
     }
     if arguments["alibi_slopes"] is not None:
         options["score_mod"] = alibi(arguments["alibi_slopes"])

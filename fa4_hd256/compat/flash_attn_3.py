@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from .. import interface, kv_cache
+from ..call.options import plain
 from ..kernels.problem_class import DESCALES, KV_DESCALES, KV_DTYPES
-from .arguments import FLASH_ATTN_3, SEQUENCES
+from ..words import shown
+from .arguments import FLASH_ATTN_3, SEQUENCES, parts_of
 from .combine import combine
 from .windows import window_of
 
@@ -48,17 +50,29 @@ def flash_attn_qkvpacked_func(
     if original is not None:
         return original(**arguments)
     del arguments["qkv"], arguments["num_heads_q"]
-    if qkv.ndim == 5:
-        q, k, v = qkv.unbind(dim=-3)
-    else:
-        if num_heads_q is None:
-            raise ValueError(
-                f"qkv has {qkv.ndim} dimensions and num_heads_q is None; accepted: num_heads_q, "
-                "or qkv of (batch, seqlen, 3, heads, 256)"
-            )
-        heads_kv = (qkv.shape[-2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=-2)
+    q, k, v = _parts_of(qkv, plain(num_heads_q))
     return flash_attn_func(q, k, v, **arguments)
+
+
+def _parts_of(qkv: torch.Tensor, num_heads_q: Any) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v of `flash_attn_qkvpacked_func`. Raises TypeError or ValueError for what is
+    not accepted."""
+    if qkv.ndim != 4:
+        return parts_of("qkv", qkv, 3, "batch, seqlen")
+    if num_heads_q is None:
+        raise ValueError(
+            f"qkv has {qkv.ndim} dimensions and num_heads_q is None; accepted: num_heads_q, or qkv "
+            "of (batch, seqlen, 3, heads, 256)"
+        )
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, (int, torch.SymInt)):
+        raise TypeError(f"num_heads_q must be an int, got {shown(num_heads_q)}")
+    heads_kv = (qkv.shape[-2] - num_heads_q) // 2
+    if num_heads_q < 1 or heads_kv < 1 or num_heads_q + 2 * heads_kv != qkv.shape[-2]:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q} of {qkv.shape[-2]} heads; accepted: 1 or more, and "
+            "behind them as many heads of k as of v"
+        )
+    return qkv.split([num_heads_q, heads_kv, heads_kv], dim=-2)
 
 
 def flash_attn_func(

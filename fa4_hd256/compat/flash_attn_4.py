@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from .. import interface
-from ..call.options import ExactWindow
+from ..call.operator_arguments import wrong_rank
+from ..call.options import ExactWindow, plain, sides_of
+from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Window
 from .arguments import FLASH_ATTN_4
 from .combine import combine
@@ -145,13 +147,14 @@ def _options(
     arguments: dict[str, Any],
     offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> dict[str, Any]:
+    num_splits = plain(arguments["num_splits"])
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],
         "window_size": window_of(arguments["window_size"]),
         "learnable_sink": arguments["learnable_sink"],
         "softcap": arguments["softcap"] or 0.0,
-        "num_splits": max(arguments["num_splits"], 0),
+        "num_splits": max(num_splits, 0) if isinstance(num_splits, int) else num_splits,
     }
     if arguments["score_mod"] is not None:
         aux = arguments["aux_tensors"], arguments["aux_scalars"]
@@ -161,7 +164,7 @@ def _options(
 
 
 def window_of(window_size: Window) -> Window:
-    left, right = window_size
+    left, right = sides_of(window_size)
     if left is not None and right is not None and left < 0 and right < 0:
         return None, None
     is_shifted = any(side is not None and side < 0 for side in (left, right))
@@ -170,6 +173,10 @@ def window_of(window_size: Window) -> Window:
 
 def _masks(arguments: dict[str, Any]) -> dict[str, Any]:
     q, k, mask_mod = arguments["q"], arguments["k"], arguments["mask_mod"]
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.ndim != 4:
+            form = f"(batch, seqlen, heads, {HEAD_DIM})"
+            raise ValueError(wrong_rank(name, tensor, 4, form))
     lengths = q.shape[1], k.shape[1]
     left, right = window_of(arguments["window_size"])
     window = left, 0 if arguments["causal"] else right

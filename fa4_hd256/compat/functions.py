@@ -29,6 +29,7 @@ from ..mask_mods import MaskMod
 from ..masks import kinds_of_blocks
 from ..run.kept_tensors import made_to_keep
 from ..score_mods import ScoreMod
+from ..words import shown
 from .windows import seen_in_window
 
 #: Dtypes of tensors that kernels read as copies in another dtype, with the same values.
@@ -217,6 +218,10 @@ def _check(name: str, function: Any) -> None:
 
 
 def _tensors_of(aux_tensors: Any) -> tuple[torch.Tensor, ...]:
+    if not isinstance(aux_tensors, (list, tuple, type(None))):
+        raise TypeError(
+            f"aux_tensors is {shown(aux_tensors)}; accepted: a list or a tuple of tensors, or None"
+        )
     return tuple(
         tensor.to(COPIED[tensor.dtype])
         if isinstance(tensor, torch.Tensor) and tensor.dtype in COPIED

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from ..call.options import sides_of
 from ..kernels.mask.windows import Window
 
 
 def window_of(window_size: Any) -> Window:
-    """Return a window of flash-attention 2 or 3, where negative means unbounded, as ours."""
-    left, right = (int(side) for side in window_size)
-    return None if left < 0 else left, None if right < 0 else right
+    """Return a window of flash-attention 2 or 3, where negative means unbounded, as ours. Raises as
+    `call.options.sides_of` does."""
+    left, right = (None if side is None or side < 0 else side for side in sides_of(window_size))
+    return left, right
 
 
 def seen_in_window(ahead: torch.Tensor, window: Window) -> torch.Tensor:

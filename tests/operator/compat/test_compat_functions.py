@@ -261,6 +261,10 @@ def test_what_is_refused():
     lengths = {"cu_seqlens_q": torch.tensor([0, 3]).int()}
     with pytest.raises(NotImplementedError, match="with cu_seqlens_q; accepted: sequences of one"):
         flash_attn_varlen_func(q[0], k[0], v[0], mask_mod=aligned_at_the_end, **lengths)
+    with pytest.raises(ValueError, match="q has 1 dimensions, .*; accepted: 4, .batch, seqlen"):
+        flash_attn_func(q[0, 0, 0], k, v, mask_mod=aligned_at_the_end)
+    with pytest.raises(TypeError, match="aux_tensors is a Tensor .*; accepted: a list or a tuple"):
+        flash_attn_func(q, k, v, score_mod=squared_with_bias, aux_tensors=torch.zeros(2))
     with pytest.raises(TypeError, match="score_mod is float; accepted: a function"):
         flash_attn_func(q, k, v, score_mod=0.5)
     with pytest.raises(TypeError, match="aux_scalars holds str"):

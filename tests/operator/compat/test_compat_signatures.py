@@ -205,6 +205,79 @@ def test_windows(given):
         assert isinstance(found, ExactWindow) and found == window
 
 
+@pytest.mark.parametrize("module", LIBRARIES, ids=lambda module: module.__name__[-1])
+def test_windows_that_are_none(module, given):
+    q, k, v = tensors()
+    for window, error, message in (
+        (128, ValueError, "window_size is 128; accepted: a pair"),
+        (None, ValueError, "window_size is None; accepted: a pair"),
+        ((1, 2, 3), ValueError, "window_size is .1, 2, 3.; accepted: a pair"),
+        ((1.5, 0), TypeError, "window_size is .1.5, 0.; each side must be an int or None"),
+        (("3", 0), TypeError, "window_size is .'3', 0.; each side must be an int or None"),
+    ):
+        with pytest.raises(error, match=message):
+            module.flash_attn_func(q, k, v, window_size=window)
+    assert not given
+    module.flash_attn_func(q, k, v, window_size=(None, None))
+    assert given[-1][1]["window_size"] == (None, None)
+
+
+@pytest.mark.parametrize("module", LIBRARIES, ids=lambda module: module.__name__[-1])
+def test_tensors_and_numbers_that_are_none(module):
+    """The operator itself says what it takes."""
+    q, k, v = tensors()
+    for wrong in (None, [1.0], q.float().numpy()):
+        kind = type(wrong).__name__
+        for changed, name in (((wrong, k, v), "q"), ((q, wrong, v), "k"), ((q, k, wrong), "v")):
+            with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got {kind}$"):
+                module.flash_attn_func(*changed)
+    with pytest.raises(TypeError, match="softcap must be a real number, got str"):
+        module.flash_attn_func(q, k, v, softcap="1")
+    with pytest.raises(ValueError, match="softcap is nan; accepted: 0"):
+        module.flash_attn_func(q, k, v, softcap=float("nan"))
+    if module is not flash_attn_2:
+        for wrong in (None, "2"):
+            with pytest.raises(TypeError, match=f"num_splits must be an int, got {wrong!r}"):
+                module.flash_attn_func(q, k, v, num_splits=wrong)
+
+
+def test_packed_tensors_of_other_shapes(given):
+    offsets, rows = torch.tensor([0, 4]).int(), torch.zeros(4, 2, 256).bfloat16()
+    q = rows[None]
+
+    def zeros(*shape):
+        return torch.zeros(*shape, 256).bfloat16()
+
+    two, three = flash_attn_2, flash_attn_3
+    calls = [
+        (lambda qkv: two.flash_attn_qkvpacked_func(qkv), "qkv", ((1, 4, 6), (1, 4, 4, 2), ())),
+        (lambda qkv: three.flash_attn_qkvpacked_func(qkv), "qkv", ((1, 4, 2, 2),)),
+        (lambda kv: two.flash_attn_kvpacked_func(q, kv), "kv", ((1, 4, 3, 1), (1, 2, 1), ())),
+        (
+            lambda qkv: two.flash_attn_varlen_qkvpacked_func(qkv, offsets, 4), "qkv",
+            ((4, 2, 2), (1, 4, 3, 2), ()),
+        ),
+        (
+            lambda kv: two.flash_attn_varlen_kvpacked_func(rows, kv, offsets, offsets, 4, 4), "kv",
+            ((4, 3, 1), (1, 4, 2, 1), (4,)),
+        ),
+    ]  # fmt: skip
+    for call, name, shapes in calls:
+        for shape in shapes:
+            with pytest.raises(
+                ValueError, match=rf"^{name} has shape .*256.*\); accepted: \(.*, 256"
+            ):
+                call(zeros(*shape))
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got NoneType"):
+            call(None)
+    for heads, wrong in ((7, 2), (7, 9), (7, -1), (6, 0), (6, 6), (6, 3)):
+        with pytest.raises(ValueError, match=f"num_heads_q is {wrong} of {heads} heads; accepted:"):
+            three.flash_attn_qkvpacked_func(zeros(1, 4, heads), num_heads_q=wrong)
+    with pytest.raises(TypeError, match="num_heads_q must be an int, got '2'"):
+        three.flash_attn_qkvpacked_func(zeros(1, 4, 6), num_heads_q="2")
+    assert not given
+
+
 def test_packed_tensors(given):
     """Packed tensors are views of one tensor, in the order of its parts."""
     qkv = torch.arange(1 * 4 * 3 * 2 * 256).view(1, 4, 3, 2, 256).bfloat16()
@@ -252,6 +325,15 @@ def test_pages_of_flash_attention_2(given):
         function(q, small, small, **{name: table})
     assert options["seqused_k"].tolist() == [20, 30] and "cu_seqlens_k" not in options
     assert options["seqused_k"].dtype == torch.int32
+    for wrong, kind in ((None, "None"), ([0, 20, 50], r"\[0, 20, 50\]"), (of_k.long(), ".*int64")):
+        with pytest.raises(TypeError, match=f"^cu_seqlens_k must be an int32 tensor, got {kind}"):
+            flash_attn_2.flash_attn_varlen_func(
+                q, cache, cache, of_q, wrong, 3, 30, block_table=table
+            )
+    for wrong in ((None, of_k), (of_q, None)):
+        name = "cu_seqlens_q" if wrong[0] is None else "cu_seqlens_k"
+        with pytest.raises(TypeError, match=f"^{name} must be an int32 tensor, got None"):
+            flash_attn_2.flash_attn_varlen_func(q, q, q, *wrong, 3, 30)
 
 
 @pytest.mark.parametrize("module", LIBRARIES, ids=lambda module: module.__name__[-1])
@@ -260,9 +342,12 @@ def test_another_head_dim_goes_to_the_library(module, monkeypatch):
     monkeypatch.setitem(sys.modules, library.module, None)
     with pytest.raises(ValueError, match=rf"head_dim 64; accepted: 256, .*{library.name} is inst"):
         module.flash_attn_func(*given)
+    # A package of another library under the same name, as flash-attn-4's is of flash-attn's.
     installed = types.ModuleType(library.module)
-    installed.flash_attn_func = lambda q, k, v, **options: (q, options)
     monkeypatch.setitem(sys.modules, library.module, installed)
+    with pytest.raises(ValueError, match="head_dim 64; accepted: 256, .*has no flash_attn_func"):
+        module.flash_attn_func(*given)
+    installed.flash_attn_func = lambda q, k, v, **options: (q, options)
     q, options = module.flash_attn_func(*given, causal=True)
     assert q is given[0] and options["causal"] is True
     # Our own module under their name is not the library.
@@ -292,3 +377,15 @@ def test_combine():
     assert out.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="out_partial has shape"):
         flash_attn_3.flash_attn_combine(parts, lse[:2])
+    for wrong, error, message in (
+        ({"out_partial": None}, TypeError, "out_partial must be a torch.Tensor, got NoneType"),
+        ({"lse_partial": 3}, TypeError, "lse_partial must be a torch.Tensor, got int"),
+        ({"out": [1]}, TypeError, "out must be a torch.Tensor or None, got list"),
+        # PyTorch would broadcast the first, and refuse the second in other words.
+        ({"out": torch.empty(2, *parts.shape[1:])}, ValueError, "out has shape .2, 1, 5, 2, 8."),
+        ({"out": torch.empty(1, 5, 3, 8)}, ValueError, "out has shape .*; accepted: .1, 5, 2, 8."),
+        ({"out_dtype": "bf16"}, TypeError, "out_dtype must be a torch.dtype or None, got 'bf16'"),
+    ):
+        for module in (flash_attn_3, flash_attn_4):
+            with pytest.raises(error, match=message):
+                module.flash_attn_combine(**{"out_partial": parts, "lse_partial": lse} | wrong)
