@@ -353,7 +353,10 @@ def test_descriptor_faults_name_the_instruction():
         "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %rd1, %rd2, %r3, %p1;",
         "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r4], %r3, %p1;",
         "tcgen05.mma.ws.cta_group::2.kind::f16 [%r1], %rd1, %rd2, %r3, %p1;",
-        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1, %rd3;",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, {%r4, %r5, %r6, %r7}, %p1;",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1, %rd3, %rd4;",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, {%r4, %r5, %r6, %r7}, %p1, "
+        "%rd3;",
         "tcgen05.cp.cta_group::1.128x128b.b8x16 [%r1], %rd1;",
         "tcgen05.cp.cta_group::1.128x128b.b6x16_p32 [%r1], %rd1;",
         "tcgen05.cp.cta_group::1.128x128b.b6x16_p32.b8x16 [%r1], %rd1;",

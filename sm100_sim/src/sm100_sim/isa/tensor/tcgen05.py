@@ -39,6 +39,7 @@ from .descriptors import (
     decode_matrix,
 )
 from .tensor_core import Mma
+from .zero_columns import source_columns
 
 _GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
 
@@ -391,12 +392,14 @@ def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | N
     native=NativeForm.MMA,
 )
 def bind_mma(instruction, kernel):
-    """tcgen05.mma{.ws}.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}; of a
-    block-scaled kind: [d], a|[a], b, idesc, [scales of A], [scales of B], enable_d."""
+    """tcgen05.mma{.ws}.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}; with
+    .ws: enable_d{, zero-column mask}; of a block-scaled kind: [d], a|[a], b, idesc, [scales of A],
+    [scales of B], enable_d."""
     form = _mma_form(instruction)
     d_op, a_op, b_op, idesc_op, *rest = instruction.operands
-    if form.ws and len(rest) != 1:
-        raise unknown(instruction, "the zero-column mask is not modelled")
+    if form.ws and len(rest) > 2:
+        raise unknown(instruction, "operands of tcgen05.mma.ws")
+    zeros = uniform(rest.pop(), 64) if form.ws and len(rest) == 2 else None
     scales = [uniform(rest.pop(0), 32) for _ in range(2)] if form.block else []
     masks = [uniform(word, 32) for word in rest.pop(0).items] if rest[0].kind == "vec" else []
     if len(masks) not in (0, 4 * form.group) or len(rest) not in (1, 2):
@@ -436,6 +439,9 @@ def bind_mma(instruction, kernel):
             bits,
             *(read(warp, lanes) for read in scales),
         )
+        if zeros:
+            mma.mask = zeros(warp, lanes)
+            source_columns(mma.mask, descriptor.m, descriptor.n, descriptor.raw >> 30)
         _issue(warp, instruction, mma)
 
     return execute

@@ -23,6 +23,7 @@ from sm100_sim.state.tmem import LANES, split_address
 
 from .. import minifloat
 from .descriptors import K_BYTES, GatherPlan, InstructionDescriptor, gather_plan
+from .zero_columns import source_columns
 
 # ---------------------------------------------------------------- element decode to float32
 
@@ -99,7 +100,8 @@ class Mma:
     memory, index = offset) and `tmem`. `d`, and `a` if `a_in_tmem`: TMEM addresses; else `a`, and
     `b`: matrix descriptors. `accumulate`: enable-input-d. `scale`: D is multiplied by 2^-scale
     first. `disabled`: per CTA a bool (128,) of lanes not to write, or None. `scale_a`, `scale_b`:
-    TMEM addresses of the scale factors of a block-scaled kind.
+    TMEM addresses of the scale factors of a block-scaled kind. `mask`: the zero-column mask, or
+    None.
     """
 
     ctas: tuple[Any, ...]
@@ -114,6 +116,16 @@ class Mma:
     disabled_bits: int = 0
     scale_a: int = 0
     scale_b: int = 0
+    mask: int | None = None
+
+    @property
+    def columns(self) -> np.ndarray | None:
+        """Return the column of B for each one of the product, or -1 for zeros; None: all as they
+        are."""
+        if self.mask is None:
+            return None
+        d = self.descriptor
+        return source_columns(self.mask, d.m, d.n, d.raw >> 30)
 
     def continues(self, before: Mma) -> bool:
         """Return True if this instruction extends the accumulator chain that `before` belongs
@@ -125,6 +137,7 @@ class Mma:
             and self.descriptor is before.descriptor
             and self.a_in_tmem == before.a_in_tmem
             and self.disabled_bits == before.disabled_bits
+            and self.mask == before.mask
             and self.ctas == before.ctas
         )
 
@@ -162,6 +175,16 @@ def _smem_operand(ctas, raws, mn_major, extent, mma: Mma, which: str) -> np.ndar
         mine = slice(p * extent, (p + 1) * extent)
         _TO_FLOAT[name](raw, values[:, mine] if mn_major else values[mine])
     return values.T if mn_major else values
+
+
+def b_extent(mma: Mma) -> int:
+    """Return how many rows of B (N of them without a mask) an instruction reads in each CTA."""
+    columns = mma.columns
+    if columns is None:
+        return mma.descriptor.n // len(mma.ctas)
+    used = int(columns.max()) + 1
+    step = 16 // mma.descriptor.kind.element_bytes if mma.descriptor.b_mn_major else 1
+    return -(-max(used, 1) // step) * step
 
 
 def _codes(raw: np.ndarray, name: str, descriptor: InstructionDescriptor) -> np.ndarray:
@@ -351,8 +374,10 @@ def _execute_run(run: list[Mma]) -> None:
     head = run[0]
     descriptor, ctas = head.descriptor, head.ctas
     raws = tuple(mma.b for mma in run)
-    extent = descriptor.n // len(ctas)
-    b = _smem_operand(ctas, raws, descriptor.b_mn_major, extent, head, "B")
+    b = _smem_operand(ctas, raws, descriptor.b_mn_major, b_extent(head), head, "B")
+    columns = head.columns
+    if columns is not None:
+        b = np.where(columns[:, None] < 0, np.float32(0), b[columns])
     a_raws = tuple(mma.a for mma in run)
     rows = rows_per_cta(head)
     for p, cta in enumerate(ctas):

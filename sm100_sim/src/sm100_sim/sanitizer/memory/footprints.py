@@ -27,6 +27,15 @@ def operand_chunks(
     return _adjacent(np.unique(plan.index))
 
 
+def _used_chunks(raws: tuple[int, ...], head: Mma, width: int, k_bytes: int) -> Any:
+    """16-byte chunks of B that hold the columns which a zero-column mask leaves."""
+    mn_major, columns = head.descriptor.b_mn_major, head.columns
+    used = columns[columns >= 0]
+    plan = gather_plan(raws, mn_major, tensor_core.b_extent(head), width, k_bytes=k_bytes)
+    index = plan.index[:, used * width // 16] if mn_major else plan.index[used]
+    return _adjacent(np.unique(index)) if len(used) else slice(0, 0)
+
+
 def _adjacent(index: np.ndarray) -> slice | np.ndarray:
     """Ascending numbers, as a slice if there is no gap."""
     first, last = int(index[0]), int(index[-1])
@@ -47,9 +56,10 @@ def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
     head = run[0]
     descriptor, ctas = head.descriptor, head.ctas
     size = descriptor.kind.element_bytes, descriptor.k_bytes
-    b = operand_chunks(
-        tuple(mma.b for mma in run), descriptor.b_mn_major, descriptor.n // len(ctas), *size
-    )
+    b_raws = tuple(mma.b for mma in run)
+    b = operand_chunks(b_raws, descriptor.b_mn_major, tensor_core.b_extent(head), *size)
+    if head.mask is not None:
+        b = _used_chunks(b_raws, head, *size)
     rows = tensor_core.rows_per_cta(head)
     for cta in ctas:
         yield cta, "smem", b
