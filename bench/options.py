@@ -17,7 +17,7 @@ from bench.bringup import options as bringup_options
 from bench.measure.timer import COLD, L2_STATES, WARM, Sampling
 from bench.measure.training_shape import Shape
 from bench.processes import add_jobs_option
-from bench.suite import BACKWARD, DIRECTIONS, FORWARD
+from bench.suite import DIRECTIONS, FORWARD
 from bench.tables.comparison import BOUND, FUNCTION, OURS, OURS_BF16, SOFTCAP, YARDSTICK
 from bench.tables.results import add_output_options
 from fa4_hd256.kernels.blackwell import tuning
@@ -49,8 +49,6 @@ MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 #: Attentions of `training`: the reference, and all.
 REFERENCE = "SDPA float32"
 ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded as kernels do")
-#: What `gate` times: the forward alone, and with its backward.
-PASSES = FORWARD, f"{FORWARD} and {BACKWARD}"
 #: Types of `throughput`.
 DTYPES = ("bf16", "fp16", "e4m3")
 
@@ -166,8 +164,6 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def gate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--passes", choices=PASSES, help="both unless chosen")
-    parser.add_argument("--l2", choices=(COLD, WARM), help="before each run; both unless chosen")
     add_sampling_options(parser)
     add_time_limit(parser)
     add_output_options(parser)
@@ -175,7 +171,6 @@ def gate(parser: argparse.ArgumentParser) -> None:
 
 def host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has TEXT")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
     add_output_options(parser)
 
 

@@ -13,18 +13,15 @@ from itertools import chain
 from bench.measure import gates
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import COLD, WARM, CudaTimer, Sampling
-from bench.options import PASSES
 from bench.tables.ready import results
 from bench.tables.results import emit
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if a result is wrong."""
-    passes = [arguments.passes] if arguments.passes else list(PASSES)
-    states = [arguments.l2] if arguments.l2 else [COLD, WARM]
     sampling, limit = Sampling(arguments.warmup, arguments.runs), TimeLimit(arguments.within)
-    timers = {state: CudaTimer(l2=state) for state in states}
-    jobs = [(case, one) for one in passes for case in gates.CASES]
+    timers = {state: CudaTimer(l2=state) for state in (COLD, WARM)}
+    jobs = [(case, one) for one in gates.PASSES for case in gates.CASES]
     begun = (gates.measured(job, timers, sampling) for job in limit.begun(jobs))
     found = results(begun, len(jobs), gates.COLUMNS, lambda rows: rows, "measuring")
     rows = list(chain.from_iterable(found))

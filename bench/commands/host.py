@@ -35,8 +35,8 @@ COLUMNS = (
 FEW_ROWS = 2
 
 
-def measure(chosen: str = "", peers: bool = True) -> Table:
-    """Return the host time of every case with `chosen` in its name. peers: beside others, on a GPU.
+def measure(chosen: str = "") -> Table:
+    """Return the host time of every case with `chosen` in its name, on a GPU beside others.
 
     Raises ValueError if no case has that in its name.
     """
@@ -52,7 +52,7 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
         torch.set_num_threads(1)
     with contextlib.nullcontext() if on_gpu else host.stand_in():
         of_cases = (
-            _rows(case if on_gpu else case.of_few_rows(FEW_ROWS), device, on_gpu and peers, machine)
+            _rows(case if on_gpu else case.of_few_rows(FEW_ROWS), device, on_gpu, machine)
             for case in chosen_cases
         )
         found = results(of_cases, len(chosen_cases), COLUMNS, lambda rows: rows, "measuring")
@@ -99,5 +99,5 @@ def _peers(case: host.HostCase, inputs: Inputs) -> dict[str, Callable[[], torch.
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    emit(measure(arguments.only, not arguments.no_peers), arguments)
+    emit(measure(arguments.only), arguments)
     return 0

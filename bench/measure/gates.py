@@ -16,7 +16,7 @@ import torch
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs
 from bench.measure.timer import Samples, Sampling, Timer, interleave_prepared
-from bench.suite import FORWARD, Case
+from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_func
 
@@ -26,6 +26,8 @@ NONE, FUSED, OF_HEADS, COMPILED, EAGER = (
     "no gate", "fused", "fused, of heads", "apart, compiled", "apart, eager",
 )  # fmt: skip
 GATED = FUSED, OF_HEADS, COMPILED, EAGER
+#: What is timed: the forward alone, and with its backward.
+PASSES = FORWARD, f"{FORWARD} and {BACKWARD}"
 #: Attention of Qwen3-Next: sequences x tokens, heads.
 CASES = (Case("gates", ((4096, 4096),) * 4, 16, 2, True),)
 

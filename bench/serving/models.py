@@ -41,11 +41,11 @@ def config_of(kind: str, size: Size) -> Any:
     return config
 
 
-def save(kind: str, size: Size, folder: Path, device: torch.device, seed: int = 0) -> None:
+def save(kind: str, size: Size, folder: Path, device: torch.device) -> None:
     """Write a model's configuration and weights. device: where the weights are drawn."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config_of(kind, size), dtype=torch.bfloat16)
     model.save_pretrained(folder)

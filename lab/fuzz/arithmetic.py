@@ -309,7 +309,7 @@ add.u64 %out, %out, %step;""")
             return f"{text}cvt.u32.u16 %i0, {name};\n", ("%i0",)
         return text, (name,)
 
-    def instruction(self, guard: bool = True) -> Piece:
+    def instruction(self) -> Piece:
         """A random instruction; perhaps under a predicate."""
         choose = self.writer.random
         if "integer" in self.sets and self.writer.chance(0.03):
@@ -324,7 +324,7 @@ add.u64 %out, %out, %step;""")
         if form.destination == "p" and _TWO_RESULTS.match(form.opcode) and self.writer.chance(0.2):
             destination += f"|{self._other(destination)}"
         prefix = ""
-        if guard and self.writer.chance(0.2) and not _UNGUARDED.match(form.opcode):
+        if self.writer.chance(0.2) and not _UNGUARDED.match(form.opcode):
             prefix = f"@{choose.choice(('', '!'))}{self.pick('p')} "
         return Piece(f"{before}{prefix}{form.opcode} {destination}, {', '.join(sources)};\n")
 

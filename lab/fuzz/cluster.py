@@ -43,10 +43,10 @@ class ClusterPhases(Phases):
     def _own(self) -> str:
         return self.exchange("bar.sync 0;\n")
 
-    def _target(self, turn: str = "") -> tuple[str, str]:
+    def _target(self) -> tuple[str, str]:
         """A rank that is a permutation of the own one: text and register."""
         rank = self.w.register("b32")
-        shift = turn or str(self.w.random.randrange(self.size))
+        shift = str(self.w.random.randrange(self.size))
         if self.w.chance(0.3):
             return f"xor.b32 {rank}, %rank, {self.w.random.randrange(self.size)};\n", rank
         return (

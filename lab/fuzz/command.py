@@ -18,6 +18,8 @@ from .families import FAMILIES
 from .outcome import Outcome, Variant, variant
 from .shrink import shrink
 
+#: Programs that are shrunk at most.
+_SHRUNK = 40
 _DESCRIPTION = """run random legal PTX programs on a GPU of compute capability 9.0 or in the
 simulator, write what each one gave, and compare it with what another run gave; the exit status is
 1 if they differ"""
@@ -54,12 +56,6 @@ def parser() -> argparse.ArgumentParser:
         help="how far the GPU's driver optimises (default %(default)s)",
     )
     p.add_argument("--processes", type=int, default=1, help="at the same time (default 1)")
-    p.add_argument(
-        "--shrink",
-        type=int,
-        default=40,
-        help="programs that are shrunk at most (default %(default)s)",
-    )
     p.add_argument("--out", type=Path, help="file for what each program gave")
     p.add_argument("--against", type=Path, help="file of another run to compare with")
     p.add_argument(
@@ -102,9 +98,8 @@ def _on_both(programs: list[Variant], arguments: argparse.Namespace) -> int:
             f"{_line(key, mine[key], theirs[key])}; compiled without optimisation: "
             + ("the same as here" if mine[key].agrees(plain[key]) else _words(plain[key]))
         )
-    step = -(-len(found) // max(1, arguments.shrink)) or 1
     for one, smallest in shrink(
-        found[::step] if arguments.shrink else (),
+        found[:: -(-len(found) // _SHRUNK) or 1],
         lambda some: _outcomes(simulator, some),
         lambda some: _outcomes(gpu, some),
     ).items():

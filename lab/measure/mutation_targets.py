@@ -266,9 +266,9 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
         flash_attn_4.attention(q, k, v, causal=causal)
 
 
-def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:
+def _packed_shape(lengths: Lengths) -> Shape:
     queries, keys = (sum(side) for side in zip(*lengths, strict=True))
-    return Shape(queries, keys, heads_q)
+    return Shape(queries, keys)
 
 
 #: A forward's name, call, options and shapes; a kernel of the backward, a part of its name, and the

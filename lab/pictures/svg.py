@@ -19,7 +19,7 @@ Point = tuple[float, float]
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY = "#cc79a7", "#56b4e9"
 # Text, secondary text, lines of frames and grids, quiet fill.
-INK, GREY, RULE, PALE = "#1b1f24", "#59636e", "#d0d7de", "#f3f5f7"
+INK, GREY, RULE = "#1b1f24", "#59636e", "#d0d7de"
 
 SANS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 MONO = "SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"

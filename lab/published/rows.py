@@ -14,7 +14,7 @@ from typing import Any
 from bench.suite import BACKWARD, FORWARD, Case
 
 FLASH_ATTENTION, FROST = "flash-attention", "cudnn-frontend"
-CUDNN, QUACK = "cuDNN", "quack"
+CUDNN = "cuDNN"
 
 #: Purpose of a row. The clock of a GPU is fitted on one half of its rows and tested on the other;
 #: `AS_PUBLISHED` is never counted: its kernel is closed, or nobody said which it was.

@@ -10,7 +10,7 @@ from pathlib import Path
 #: Threads of a CTA of each, and edges of tiles.
 TRANSPOSE_TILE, TRANSPOSE_ROWS = 32, 8
 SUM_THREADS, SUM_EACH = 256, 16
-GEMM_THREADS, GEMM_TILE, GEMM_K = 256, 128, 8
+GEMM_THREADS, GEMM_TILE = 256, 128
 
 _TEXT = r"""
 // Transposes a matrix through a tile of shared memory, whose rows are one word apart from the

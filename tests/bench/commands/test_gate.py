@@ -8,8 +8,8 @@ from fake_timer import CountingTimer
 from in_torch import in_torch
 
 from bench.measure import gates
+from bench.measure.gates import PASSES
 from bench.measure.timer import Sampling
-from bench.options import PASSES
 from bench.suite import FORWARD, Case
 
 CPU = torch.device("cpu")
