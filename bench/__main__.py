@@ -49,7 +49,6 @@ PROGRAM = Program("bench", __doc__, COMMANDS, GROUPS, replays)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     return run_command(PROGRAM, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -41,7 +41,6 @@ class Program:
     replays: Callable[[Sequence[str]], bool]
 
     def help(self) -> str:
-        """Return the commands by group."""
         width = max(map(len, self.commands)) + 2
         blocks = (
             "\n".join([f"{title}:", *(f"  {name:{width}}{self.commands[name]}" for name in names)])

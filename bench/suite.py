@@ -105,7 +105,6 @@ class Case:
 
     @property
     def kv_elements(self) -> int:
-        """Return the elements of K and V of all sequences."""
         return 2 * HEAD_DIM * self.heads_kv * sum(k for _, k in self.lengths)
 
     @property

@@ -34,7 +34,6 @@ MODELLED = frozenset(("steps", "validate"))
 
 
 def replays(arguments: Sequence[str]) -> bool:
-    """Return True if this command line needs the timing model."""
     return bool(arguments) and arguments[0] in MODELLED
 
 
@@ -42,7 +41,6 @@ PROGRAM = Program("lab", __doc__, COMMANDS, GROUPS, replays)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     return run_command(PROGRAM, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -150,7 +150,6 @@ def steps_of(report: Mapping[str, Any]) -> Steps:
 
 
 def decide(report: Mapping[str, Any]) -> list[Decision]:
-    """Return all decisions, in order."""
     steps = steps_of(report)
     return [*(rule.decide(steps) for rule in RULES), *(rule(steps) for rule in _MEASURED)]
 

@@ -14,7 +14,6 @@ from bench.bringup.stages import STAGES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
     names = [stage.name for stage in STAGES]
     parser.add_argument(
         "--out",

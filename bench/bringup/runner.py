@@ -69,7 +69,6 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Exit status, None while it runs."""
         return self._process.poll()
 
     def kill(self) -> str:
@@ -238,7 +237,6 @@ def _ending(child: Child, ended: bool, note: str, limit: float) -> Outcome:
 
 
 def now() -> str:
-    """Date and time, UTC."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 

@@ -71,7 +71,6 @@ def _degree(pattern: Ex2Pattern) -> int | None:
 
 
 def table(found: list[Accuracy]) -> Table:
-    """A row for each case."""
     shape = found[0].case.shape
     rows = [_row(result) for result in found]
     title = (

@@ -41,7 +41,6 @@ class Part(NamedTuple):
 
 
 def rate_cases() -> list[Case]:
-    """Return the decoding steps of the suite."""
     return suite.cases(["decode"])
 
 

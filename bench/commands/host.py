@@ -68,7 +68,6 @@ def measure(chosen: str = "") -> Table:
 def _rows(
     case: host.HostCase, device: torch.device, peers: bool, machine: str
 ) -> list[dict[str, Any]]:
-    """Return the rows of a case, one for each provider."""
     inputs = host.inputs_of(case, device)
     calls = {OURS: host.our_call(case, inputs)}
     if peers and not case.packed and case.page_size is None:
@@ -98,6 +97,5 @@ def _peers(case: host.HostCase, inputs: Inputs) -> dict[str, Callable[[], torch.
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     emit(measure(arguments.only), arguments)
     return 0

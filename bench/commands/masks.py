@@ -97,7 +97,6 @@ def _measured(
     cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
     sampling: Sampling,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield the rows of `measure`."""
     for case, direction in cases:
         own = [provider for provider in providers if concerns(provider, case)]
         (row,) = measured_rows([(case, direction)], own, timer, sampling, torch.bfloat16)

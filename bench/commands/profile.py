@@ -131,7 +131,6 @@ def chosen_case(arguments: argparse.Namespace) -> Case:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     case = chosen_case(arguments)
     if arguments.workload:
         call_twice(case, arguments.direction or FORWARD)

@@ -75,8 +75,6 @@ def better(gains: np.ndarray) -> str:
 
 
 class _ByVariable(Ours):
-    """Our operator under a value of FA_CLC."""
-
     def __init__(self, name: str, value: str) -> None:
         super().__init__(name)
         self._value = value
@@ -120,14 +118,12 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Tabulate measured rows."""
     return compared(rows, COLUMNS)
 
 
 def compared(
     rows: list[dict[str, Any]], columns: tuple[Column, ...], notes: tuple[str, ...] = ()
 ) -> Table:
-    """Both schedulers side by side."""
     note = (
         f'"better" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one '
         "direction over the whole range."

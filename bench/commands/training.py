@@ -64,7 +64,6 @@ def columns_of(steps: int) -> tuple[Column, ...]:
 
 
 def _shown(steps: int) -> list[int]:
-    """Return the steps whose loss is shown."""
     return sorted({max(1, round(share * steps)) for share in SHOWN})
 
 
@@ -135,7 +134,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _names(chosen: Sequence[str] | None, is_measured: bool) -> list[str]:
-    """Return the attentions that train, in order."""
     if not is_measured:
         if set(chosen or ()) - {REFERENCE, ROUNDED}:
             raise ValueError(
@@ -148,7 +146,6 @@ def _names(chosen: Sequence[str] | None, is_measured: bool) -> list[str]:
 
 
 def _text(shape: Shape, device: torch.device) -> str:
-    """Describe what was trained."""
     masks = f"{shape.layers} layers, " + (
         f"window {shape.window} but for every {shape.full_every}th" if shape.window else "causal"
     )

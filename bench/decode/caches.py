@@ -71,7 +71,6 @@ class CacheCase(Case):
         return "_".join(parts)
 
     def title(self, form: Form) -> str:
-        """Name a form in a heading."""
         parts = [form.provider] if form.provider != OURS else []
         parts += [form.kv_type] if len(self.kv_types) > 1 else []
         if len(self.sizes) > 1:
@@ -214,7 +213,6 @@ def _figures(case: CacheCase, providers: list[str], samples: dict[Form, Samples]
 
 
 def columns_of(case: CacheCase) -> tuple[Column, ...]:
-    """Return the columns of rows like a case's."""
     ours = case.forms()
     theirs = case.forms(PACKAGE) if case.peer else []
     rated = [form for form in ours if form.size == case.sizes[0]]
@@ -238,7 +236,6 @@ def columns_of(case: CacheCase) -> tuple[Column, ...]:
 
 
 def table(case: CacheCase, title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Tabulate rows of `measured`. case: any of them."""
     reasons = sorted({row["refused"] for row in rows} - {""})
     notes = (
         "Medians; all of a row interleaved, results checked. Page numbers are in an order by "

@@ -87,7 +87,6 @@ def _several(call: Callable[[], Any]) -> None:
 
 @torch.no_grad()
 def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
-    """Return a row of the timer's GPU: microseconds of a call."""
     name = f"{case.batch} x {case.seqlen_k:,}"
     calls: dict[str, Callable[[], Any]] = {
         kind: functools.partial(_several, call)

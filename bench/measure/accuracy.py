@@ -45,8 +45,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
-
     pattern: Ex2Pattern
     dtype: torch.dtype
     shape: Shape = Shape()

@@ -158,7 +158,6 @@ def microseconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor
 
 
 def _seconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
-    """Return the seconds that `CALLS` calls take."""
     device = inputs.q.device
     outs = [call() for _ in range(CALLS)] if case.backward else []
     _synchronize(device)
@@ -180,7 +179,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _loop_seconds(iterations: int = 2000) -> float:
-    """Return the seconds of an iteration."""
     begin = time.perf_counter()
     for _ in range(iterations):
         pass

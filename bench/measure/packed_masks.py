@@ -110,7 +110,6 @@ class PackedMaskedCase(MaskedCase):
 
     @property
     def total(self) -> int:
-        """Return the rows of all sequences."""
         return sum(count for count, _ in self.lengths)
 
     @property
@@ -146,7 +145,6 @@ class PackedMaskedCase(MaskedCase):
         return found
 
     def tile_mask(self, device: torch.device) -> masks.TileMask:
-        """Return the mask of the packed row."""
         return self.mask_maker(device)()
 
     def mask_maker(self, device: torch.device) -> Callable[[], masks.TileMask]:

@@ -92,12 +92,9 @@ class Samples:
     states: list[State] = field(default_factory=list)
 
     def quantile(self, share: float) -> float:
-        """Seconds that `share` of the runs stay below."""
         return float(np.quantile(self.seconds, share))
 
     def median_state(self) -> State:
-        """Medians over the runs."""
-
         def median(name: str) -> float | None:
             known = [getattr(s, name) for s in self.states if getattr(s, name) is not None]
             return float(np.median(known)) if known else None

@@ -49,7 +49,6 @@ class Child:
         return answer
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Send an order and wait for its answer."""
         self.tell(**order)
         return self.hear()
 

@@ -320,6 +320,5 @@ def run(engine: Engine, arguments: argparse.Namespace) -> int:
 
 
 def _given(kind: type[models.Size] | type[Load], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that are fields of a record, by name."""
     names = (field.name for field in fields(kind))
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

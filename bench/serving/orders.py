@@ -74,7 +74,6 @@ def of_a_step(profiler: Any) -> dict[str, float]:
 
 
 def _serve(orders: TextIO, answers: TextIO, make: Callable[[dict[str, Any]], Served]) -> None:
-    """Answer each order, in turn."""
     engine: Served | None = None
     before = 0
     for line in orders:

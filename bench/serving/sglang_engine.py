@@ -86,7 +86,6 @@ class Engine:
         return {"logprobs": logprobs, "best": best}
 
     def _generate(self, texts: orders.Texts, tokens: int, **options: Any) -> list[dict[str, Any]]:
-        """Return SGLang's answers of greedy generation."""
         parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         found: list[dict[str, Any]] = self._engine.generate(
             input_ids=texts, sampling_params=parameters, **options

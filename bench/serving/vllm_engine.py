@@ -110,7 +110,6 @@ class Engine:
         return {"logprobs": logprobs, "best": best}
 
     def _generate(self, texts: orders.Texts, tokens: int, **options: Any) -> list[Any]:
-        """Return vLLM's outputs of greedy generation."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(

@@ -118,7 +118,6 @@ class _Panel:
 
     @property
     def width(self) -> float:
-        """Return the width in inches."""
         width, _ = _PANEL_INCHES
         if self.has_bars:
             longest = max(len(str(label)) for label in _labels(self.points))
@@ -127,7 +126,6 @@ class _Panel:
 
     @property
     def height(self) -> float:
-        """Return the height in inches."""
         if self.has_bars:
             bars = len(_labels(self.points)) * (len(self.series) + 0.4)
             return _AROUND_INCHES + _BAR_INCHES * bars
@@ -232,7 +230,6 @@ def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
 
 
 def _unit(table: Table) -> str:
-    """Return the unit of the values."""
     y = _plot(table).y
     if isinstance(y, str):
         return _heading(table, y)

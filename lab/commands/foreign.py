@@ -37,7 +37,6 @@ def _chosen(names: str) -> list[Case]:
 
 
 def table() -> Table:
-    """Return the predictions beside what was measured."""
     predicted = json.loads(PREDICTED.read_text())
     measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {"rows": {}}
     rows: list[dict[str, Any]] = []
@@ -73,7 +72,6 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
     if arguments.predict:
         _predict(arguments)
         return 0

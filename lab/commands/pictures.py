@@ -36,7 +36,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any]:
-    """Write a picture, or look whether its file is current."""
     from lab.pictures import inputs, losses
 
     if only_check:

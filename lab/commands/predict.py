@@ -51,7 +51,6 @@ ERRORS = {
 
 
 def predictions(chosen: str = "") -> Table:
-    """Every row with `chosen` in its name."""
     known = hopper_rows.measured()
     rows = [row for row in hopper_rows.rows() if chosen in row.name]
     if not rows:
@@ -122,6 +121,5 @@ def _time(name: str, seconds: float, measured: float | None, flop: float) -> dic
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
     emit(predictions(arguments.row), arguments)
     return 0

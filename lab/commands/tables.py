@@ -28,7 +28,6 @@ AGE = (Column("printed at"), Column("changed since"))
 
 
 def made(document: Document) -> list[Table]:
-    """The tables that its command makes now."""
     name, *given = shlex.split(" ".join(document.command))
     module = importlib.import_module(f"{document.program}.commands.{name.replace('-', '_')}")
     options = importlib.import_module(f"{document.program}.options")
@@ -76,7 +75,6 @@ def _row(name: str, write: Path | bool | None, results: Sequence[Path]) -> dict[
 
 
 def _age(name: str) -> dict[str, str | None]:
-    """Return the age of a table's file."""
     commit = printed_at(path_of(name).read_text("utf-8"))
     since = "unknown" if commit is None else changed_since(commit)
     return {"printed at": commit, "changed since": since}

@@ -139,7 +139,6 @@ def steps(found: Sequence[Found]) -> Table:
 
 
 def rates(found: Sequence[Found], direction: str) -> Table:
-    """Every row whose very kernel is replayed."""
     rows = [
         {
             "kernel": str(one.row.build), "gpu": one.row.gpu, "case": one.row.case,

@@ -246,7 +246,6 @@ class Registers:
         self.words = sum(FILES[file][1] * count for file, count in self.files.items())
 
     def pick(self, file: str) -> str:
-        """Some register of a file."""
         return f"%{file}{self.writer.random.randrange(self.files[file])}"
 
     def head(self, out: str) -> str:
@@ -310,7 +309,6 @@ add.u64 %out, %out, %step;""")
         return text, (name,)
 
     def instruction(self) -> Piece:
-        """A random instruction; perhaps under a predicate."""
         choose = self.writer.random
         if "integer" in self.sets and self.writer.chance(0.03):
             return self._carry_chain()

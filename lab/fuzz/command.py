@@ -26,7 +26,6 @@ simulator, write what each one gave, and compare it with what another run gave; 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
     p = argparse.ArgumentParser(prog="python -m lab.fuzz", description=_DESCRIPTION)
     p.add_argument(
         "--on",

@@ -73,7 +73,6 @@ class Copies:
         self.w, self.size, self.buffers, self.barriers = w, size, _Buffers(), 0
 
     def piece(self) -> Piece:
-        """One copy."""
         kinds = (
             [self._tensor_load] * 4
             + [self._tensor_store] * 3
@@ -158,7 +157,6 @@ class Copies:
         return _tame(words, dtype) if dtype in _FLOATING else words
 
     def _offset(self, nbytes: int, alignment: int = 128) -> int:
-        """Some place in the tile for so many bytes."""
         return alignment * self.w.random.randrange((TILE - nbytes) // alignment + 1)
 
     def _barrier(self, nbytes: int | str) -> tuple[str, str, str]:

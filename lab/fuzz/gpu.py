@@ -75,7 +75,6 @@ class _Batch:
         return self.gpu.call("cuFuncGetAttribute", attribute, self.functions[number])
 
     def run(self, number: int) -> list[np.ndarray]:
-        """Launch a case, wait for it, and fetch its outputs."""
         case, addresses = self.cases[number], self.addresses[number]
         self.gpu.launch(self.functions[number], case, addresses)
         self.gpu.call("cuCtxSynchronize")

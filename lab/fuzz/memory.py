@@ -30,13 +30,10 @@ _ATOMICS = {
 
 
 class _Accesses:
-    """Writes accesses to the two areas."""
-
     def __init__(self, w: Writer, registers: Registers) -> None:
         self.w, self.registers = w, registers
 
     def piece(self) -> Piece:
-        """A store, a load or an atomic."""
         kinds = (self._store, self._store, self._load, self._load, self._atomic)
         guard = ""
         if self.w.chance(0.15):

@@ -28,11 +28,9 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Unique text: FAMILY/SEED, and the pieces left out."""
         return self.name + "".join(f"-{number}" for number in self.dropped)
 
     def case(self) -> Case:
-        """The golden case."""
         return program(self.name).case(frozenset(self.dropped))
 
     @property

@@ -66,7 +66,6 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Unique name: family and seed."""
         return f"{self.family}/{self.seed}"
 
     def numbered(self) -> list[Piece]:
@@ -107,7 +106,6 @@ class Writer:
     kinds: dict[str, int] = field(default_factory=dict)
 
     def label(self) -> str:
-        """A label no other piece uses."""
         self.labels += 1
         return f"L{self.labels}"
 
@@ -124,7 +122,6 @@ class Writer:
         )
 
     def chance(self, probability: float) -> bool:
-        """True with a probability."""
         return self.random.random() < probability
 
 

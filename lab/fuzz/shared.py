@@ -35,7 +35,6 @@ class Phases:
         )
 
     def phase(self) -> Piece:
-        """One phase, perhaps with arithmetic before it."""
         kinds = [
             self._permute, self._permute, self._atomics, self._reduction, self._named,
             self._handshake, self._matrix, self._mbarrier, self._mbarrier, self._bytes,

@@ -45,7 +45,6 @@ class _Search:
         return [frozenset(left[start : start + size]) for start in range(0, len(left), size)]
 
     def advance(self, gone: frozenset[int]) -> None:
-        """Take note of what a round removed."""
         self.dropped |= gone
         last = self.level == len(_PARTS) - 1
         self.done = last and not gone

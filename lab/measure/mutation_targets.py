@@ -115,7 +115,6 @@ def falling_in_one_warp(keys: torch.Tensor) -> torch.Tensor:
 def inputs(
     shape: Shape, factors: Callable[[torch.Tensor], torch.Tensor] = alternating
 ) -> list[torch.Tensor]:
-    """q, k, v of a shape, bf16."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(shape.batch, rows, heads, HEAD_DIM, generator=generator)
@@ -152,13 +151,11 @@ def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
 
 
 def _in_e4m3(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    """Call attention with q, k and v in e4m3."""
     scales = dict.fromkeys(DESCALES, torch.ones(1))
     return _dense([tensor.to(E4M3) for tensor in tensors], **scales, **options)
 
 
 def _in_mxfp8(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    """Call attention with q, k and v in mxfp8."""
     q, k, v, *scales = quantize_mxfp8(*tensors)
     return _dense([q, k, v], **dict(zip(DESCALES, scales, strict=True)), **options)
 
@@ -403,7 +400,6 @@ def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) ->
 
 
 def targets() -> dict[str, Target]:
-    """Return the targets that can be scored, by name."""
     return {target.name: target for target in _targets()}
 
 

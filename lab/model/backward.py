@@ -61,7 +61,6 @@ class Backward(GradientCalls):
     paths: dict[str, Paths] = field(default_factory=dict)
 
     def plan(self, case: Case) -> list[Chunk]:
-        """The launches of a case."""
         found = backward_chunks(case, self.ds_bytes, self.tiling.gpu)
         return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
@@ -113,7 +112,6 @@ class Backward(GradientCalls):
 
 @functools.lru_cache(maxsize=64)
 def _tiles(kernel: str, chunk: Chunk, tiling: BackwardTiling) -> Tiles:
-    """Return the tiles, which all machines share."""
     if kernel == "dq":
         return Tiles.of(dq_tiles(chunk.case, tiling))
     tiles_of = {"dkdv": dkdv_tiles, "dv": dv_tiles, "products": product_tiles}[kernel]

@@ -151,7 +151,6 @@ def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu) -> list[Chunk]:
 
 
 def case_of(case: Case, chunk: chunks.Chunk) -> Case:
-    """A chunk of a case's backward as a case of its own."""
     heads, heads_kv = len(chunk.heads), len(chunk.heads_kv)
     if case.packed:
         return replace(case, heads=heads, heads_kv=heads_kv)

@@ -27,7 +27,6 @@ SAMPLE = SAMPLES[-1]
 def replayed(
     pattern: Ex2Pattern, kind: Kind, machine: Machine, draws: int, is_e4m3: bool = False
 ) -> Replayed:
-    """The sample under one mix."""
     config = config_of(pattern, is_e4m3)
     variant = ours.Variant(kind, config=config, samples=(SAMPLE,))
     return ours.replays(variant, machine, draws)[0]

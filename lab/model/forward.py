@@ -39,7 +39,6 @@ class Kernel:
     last_wave: Callable[[Case], InTwo | None] = lambda case: None
 
     def divided(self, num_splits: int) -> Kernel:
-        """Return the kernel with that many KV splits of each tile."""
         tiling = replace(self.tiling, num_splits=num_splits)
         return replace(self, tiling=tiling, last_wave=lambda case: None)
 
@@ -68,7 +67,6 @@ class Kernel:
         ]
 
     def paths_of(self, case: Case) -> Paths:
-        """Return the paths of the replays behind a call."""
         in_two = self.last_wave(case)
         return self.paths if in_two is None else self.paths + in_two.kernel.paths
 
@@ -89,7 +87,6 @@ class InTwo:
 
 @functools.lru_cache(maxsize=64)
 def _tiles(case: Case, tiling: ForwardTiling) -> Tiles:
-    """Return the tiles, which all machines share."""
     return Tiles.of(forward_tiles(case, tiling))
 
 

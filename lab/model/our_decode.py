@@ -107,7 +107,6 @@ class DecodeVariant:
 
     @property
     def config(self) -> DecodeConfig:
-        """The default one of its tiles."""
         known = DECODE_E4M3 if self.e4m3 else DECODE_NVFP4 if self.nvfp4 else DECODE
         return next(config for config in known if config.rows == self.rows)
 
@@ -117,7 +116,6 @@ class DecodeVariant:
 
     @property
     def step_work(self) -> float:
-        """Return the work of a step, as `Tile.work`."""
         return 4 * self.rows * KEYS * HEAD_DIM / SM100_FLOP_PER_CLOCK
 
     def samples(self) -> tuple[Sample, ...]:
@@ -152,7 +150,6 @@ class DecodeTiling(ForwardTiling):
 
 
 def forward(variant: DecodeVariant, machine: Machine, draws: int) -> Kernel:
-    """The kernel, with costs fitted to its replays."""
     found = replays(variant, variant.samples(), machine, draws)
     tiling = variant.tiling(machine)
     costs = fitted(found, tiling.policy)
@@ -213,7 +210,6 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
 
 
 def _tensors(variant: DecodeVariant, sample: Sample) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return (q, k, v), ragged tensors."""
     generator = torch.Generator().manual_seed(SEED)
     count, queries, keys = sample.sequences, variant.queries, sample.keys
     shapes = [(count, queries, variant.ratio), (count, keys, 1), (count, keys, 1)]

@@ -114,7 +114,6 @@ class Variant:
         return Late((CLAIM_STEPS + LOADS_AHEAD) * step) if self.use_clc else 0
 
     def num_splits(self, sample: Sample) -> int:
-        """Parts of a tile in a sample."""
         if self.split_rows is None:
             return 1
         return SAMPLE_SPLITS if len(sample) < 5 else int(sample[4] or 1)

@@ -53,7 +53,6 @@ class Traced:
 
     @classmethod
     def of(cls, prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Traced:
-        """Return the stored form of a prediction."""
         return cls(timing.StoredProgram.of(prediction.compiled), tiles, masked)
 
     def replayed(self, values: Iterable[timing.Values]) -> Replayed:
@@ -191,5 +190,4 @@ def _key(*what: Any) -> str:
 
 
 def digest(content: bytes) -> str:
-    """A short name of some bytes."""
     return hashlib.sha256(content).hexdigest()[:16]

@@ -68,7 +68,6 @@ def dv_tiles(
 
 
 def product_order(case: Case, head_parts: int) -> GemmOrder:
-    """Return the order that the kernel uses."""
     part = -(-case.heads // case.heads_kv // head_parts)
     left, right = case.bounds
     mask = MaskKind(left is not None, right is not None)

@@ -94,7 +94,6 @@ class ForwardTiling:
 
     @property
     def key_bytes(self) -> float:
-        """Return the bytes of a key and its value."""
         return 2 * self.kv_bytes * self.head_dim
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
@@ -294,7 +293,6 @@ def dkdv_units(
 
 
 def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
-    """The tiles of dQ in order."""
     ratio = case.heads // case.heads_kv
     grid = -(-case.seqlen_q // ROWS), case.heads, case.batch
     # K and V are shared; Q, dO and dQ are not.

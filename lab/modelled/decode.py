@@ -50,7 +50,6 @@ PAGES_COLUMNS = (
 
 
 def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
-    """Return a row of all types of K and V."""
     machine = predictor.machine
     of_kind = {BF16: OURS, E4M3: OURS_E4M3.name, NVFP4: OURS_NVFP4.name}
     found = {kind: predictor.predict(one, case, FORWARD) for kind, one in of_kind.items()}
@@ -74,7 +73,6 @@ def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
 
 
 def pages_row(case: Case, predictor: Predictor) -> dict[str, Any]:
-    """Return a row of keys in pages of each of the sizes."""
     found = {
         size: predictor.predict(OURS, replace(case, page_size=size), FORWARD).seconds
         for size in SIZES.values()
@@ -91,7 +89,6 @@ def pages_row(case: Case, predictor: Predictor) -> dict[str, Any]:
 
 
 def kv_types_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Tabulate rows of `kv_types_row`."""
     note = (
         "The call's default kernels and parts, those that make one result of the parts included. "
         "Of HBM: bytes of keys and values, scales of blocks included, over what HBM gives by its "
@@ -106,7 +103,6 @@ def kv_types_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def pages_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Tabulate rows of `pages_row`."""
     note = (
         "The call's default kernel and parts, its second kernel included. Page numbers are in an "
         "order by chance. At most, of all sets: the larger ratio under any of the sets of "

@@ -70,7 +70,6 @@ def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> 
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Tabulate modelled rows."""
     notes = (
         "Tiles past the end of a short sequence cost the CLC scheduler a query each.",
         path_note(f"the replays behind a row, {STATIC} / {CLC}"),

@@ -47,7 +47,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
-    """Return the columns of modelled rows with such providers."""
     return (
         *rate_columns(names),
         Column("sustained_peer", title="best peer, sustained"),

@@ -48,7 +48,6 @@ def barrier_graph(title: str, edges: EdgeTable) -> Drawing:
 
 
 def _roles(edges: EdgeTable) -> list[str]:
-    """Return the roles in the order in which they first signal."""
     found: dict[str, None] = {}
     for edge in edges.edges:
         found[edge.producer] = None

@@ -69,7 +69,6 @@ def replay() -> None:
 
 
 def _run(program: ModuleType, command: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the tables of a command."""
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "result.json"
         if program.main([*command, "--json", str(target)]):
@@ -143,7 +142,6 @@ def timeline() -> dict[str, Any]:
 
 
 def _write(name: str, content: dict[str, Any]) -> None:
-    """One row per line."""
     head = {"command": "python -m lab pictures --replay", "constants": constants()}
     (key, rows) = next((k, v) for k, v in content.items() if k in ("rows", "spans"))
     others = {**head, **{k: v for k, v in content.items() if k != key}}

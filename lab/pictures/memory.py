@@ -142,7 +142,6 @@ def _words(region: TmemRegion) -> str:
 
 
 def _key(drawing: Drawing, top: float, colour: str, name: str, words: str) -> None:
-    """A line of the legend."""
     drawing.rect(_LEFT, top - 11, 13, 13, tint(colour, 0.45), colour)
     drawing.text((_LEFT + 22, top), name, 12.5, colour=INK, style="bold")
     drawing.text((_LEFT + 112, top), words, 12.5, colour=GREY)

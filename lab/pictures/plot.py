@@ -36,7 +36,6 @@ class Axes:
     y: Scale
 
     def at(self, x: float, y: float) -> Point:
-        """The place of a pair of values."""
         left, top, width, height = self.place
         return left + width * self.x.share(x), top + height * (1 - self.y.share(y))
 
@@ -88,7 +87,6 @@ class Axes:
 
 
 def mark(drawing: Drawing, centre: Point, shape: str, fill: str, edge: str) -> None:
-    """One symbol of a plot."""
     x, y = centre
     if shape == "circle":
         drawing.circle(centre, 4, fill, edge)

@@ -174,7 +174,6 @@ def _orders(places: dict[tuple[int, Operation], Point]) -> list[tuple[Point, Poi
 
 
 def _at(line: int) -> Operation:
-    """The operation at a line of the PTX."""
     return next(operation for operation in operations() if operation.line == line)
 
 
@@ -187,7 +186,6 @@ def _operation(drawing: Drawing, operation: Operation, place: Point, accused: bo
 
 
 def _race(drawing: Drawing, read: Point, write: Point) -> None:
-    """The dashed line between the two accesses."""
     begin, end = (read[0] - _HALF, read[1]), (write[0] + _HALF, write[1])
     drawing.line([begin, end], RED, 2.6, "7 5")
     x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2

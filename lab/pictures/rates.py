@@ -176,7 +176,6 @@ def _modelled(axes: Axes, group: str, direction: str, mask: str) -> None:
 def _marks(
     axes: Axes, rows: Sequence[Published], colour: str, kind: str, line: bool = False
 ) -> None:
-    """Published rates over their lengths."""
     xs, ys = [row.seqlen for row in rows], [row.tflops for row in rows]
     if line:
         axes.line(xs, ys, colour, 1.2, "3 3")

@@ -63,7 +63,6 @@ class TextBox:
     bottom: float
 
     def overlaps(self, other: TextBox) -> bool:
-        """Return True if the two share any place."""
         across = self.left < other.right and other.left < self.right
         return across and self.top < other.bottom and other.top < self.bottom
 
@@ -82,7 +81,6 @@ class Drawing:
         self._parts: list[str] = []
 
     def svg(self) -> str:
-        """The file."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" role="img" font-family="{SANS}">'
@@ -133,7 +131,6 @@ class Drawing:
     def arrow(
         self, points: Sequence[Point], stroke: str = INK, thick: float = 1.5, dash: str = ""
     ) -> None:
-        """A line through the points with a head at its end."""
         (x0, y0), (x1, y1) = points[-2], points[-1]
         length = math.hypot(x1 - x0, y1 - y0)
         ux, uy = (x1 - x0) / length, (y1 - y0) / length
@@ -185,7 +182,6 @@ class Drawing:
         colour: str = INK,
         style: str = "",
     ) -> None:
-        """Lines of text below one another."""
         for number, text in enumerate(texts):
             self.text(
                 (place[0], place[1] + number * size * 1.35), text, size, anchor, colour, style

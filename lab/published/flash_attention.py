@@ -51,7 +51,6 @@ def _rows(
     tokens: int,
     **origin: Any,
 ) -> Iterator[Published]:
-    """Yield rows of rates on a B200."""
     clock = origin.get("clock", NO_CLOCK)
     lab = f"{FLASH_ATTENTION} at {clock.ghz * 1e3:.0f} MHz" if clock.ghz else FLASH_ATTENTION
     origin = {"role": FIT, "protocol": _DO_BENCH, "lab": lab, **origin}

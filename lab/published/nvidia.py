@@ -54,7 +54,6 @@ def _training(
     build: Build, gpu: str, rates: Sequence[float], direction: str = FORWARD,
     role: str = AS_PUBLISHED,
 ) -> Iterator[Published]:  # fmt: skip
-    """Rates at 2k to 32k."""
     source = f"{_RESULTS}/attention_training/results/qwen35, 2026-09-28"
     first = Published(
         build, gpu, True, 1, 1, (32, 2), 1.0, source, role, direction, SAMPLED[gpu],

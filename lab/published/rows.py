@@ -131,11 +131,9 @@ class Published:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of one call."""
         return self.tflops_of(self.tflops)
 
     def tflops_of(self, seconds: float) -> float:
-        """The rate of a call that takes so many seconds."""
         return self.problem.flop(self.direction, self.head_dim) / seconds / 1e12
 
     @property
@@ -175,7 +173,6 @@ class Published:
 
     @property
     def machine(self) -> str:
-        """Name of the modelled machine."""
         return self.gpu.lower()
 
     @property

@@ -43,7 +43,6 @@ class Document:
         return LAB_FOLDER if self.page.startswith("lab/") else FOLDER
 
     def header(self, name: str) -> str:
-        """Return the start of every file."""
         command = f"python -m lab tables {name} --write"
         origin = f"Generated, not to be edited: `{command}` makes it again."
         link = os.path.relpath(_ROOT / self.page, self.folder)
@@ -53,7 +52,6 @@ class Document:
         )
 
     def text(self, name: str, tables: Sequence[Table]) -> str:
-        """The whole file of the command's tables."""
         chosen = [tables[n] for n in self.tables] if self.tables is not None else tables
         return (
             self.header(name)
@@ -239,5 +237,4 @@ DOCUMENTS = {
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a table."""
     return DOCUMENTS[name].folder / f"{name}.md"

@@ -101,7 +101,6 @@ def _origins(*names: str) -> str:
 
 
 def dense() -> str:
-    """Return the dense rows of heads 16/16."""
     tables = {"forward": "throughput_h200", "backward": "throughput_h200_backward"}
     lines = [
         [f"{direction}, {mask}"]
@@ -114,14 +113,12 @@ def dense() -> str:
 
 
 def others() -> str:
-    """Return windows, chunked prefill and packed sequences."""
     lines = [[line.words, *_rates(_row(*line[1:]))] for line in _OTHERS]
     tables = dict.fromkeys(line.table for line in _OTHERS)
     return f"{_markdown(['other calls, TFLOPS', *_PEERS], lines)}\n\n{_origins(*tables)}"
 
 
 def decode() -> str:
-    """Return decoding steps, us."""
     lines = []
     for row in _rows("decode_h200"):
         match = re.fullmatch(r"(\d+)x\((\d), (\d+)\)", row["shape"])

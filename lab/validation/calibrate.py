@@ -126,7 +126,6 @@ def log_seconds(
 
 
 def _replayed(lot: tuple[Sequence[Case], Sequence[dict[str, float]]]) -> np.ndarray:
-    """`log_seconds` in this process."""
     chosen, sets = lot
     found = np.empty((len(sets), len(chosen)))
     calls: dict[int, list[Call]] = {}
@@ -164,8 +163,6 @@ class Verdict:
 
 
 class Judge:
-    """Judges sets by cases."""
-
     def __init__(self, chosen: Sequence[Case]) -> None:
         self.cases = chosen
         self.published = np.array([math.log(case.row.seconds) for case in chosen])
@@ -271,7 +268,6 @@ class Population:
         self.places, self.seconds = np.zeros((0, len(ranges))), np.zeros((0, cases))
 
     def add(self, places: np.ndarray, chosen: Sequence[Case], jobs: int = 1) -> None:
-        """Replay them on so many processes."""
         sets = [constants_at(one, self.ranges) for one in places]
         self.places = np.vstack([self.places, places])
         self.seconds = np.vstack([self.seconds, log_seconds(chosen, sets, jobs)])

@@ -87,7 +87,6 @@ else:
 
 @_compiled
 def _push(keys, ties, here, key, tie):
-    """Add an entry to a heap that has `here` of them."""
     keys[here], ties[here] = key, tie
     while here > 0:
         above = (here - 1) // 2
@@ -139,7 +138,6 @@ def _flow_rate(t):
 
 @_compiled
 def _advance(t, clock):
-    """Serve all flows until that clock."""
     if t.counts[FLOWS]:
         t.server[SERVED] += (clock - t.server[NOW]) * _flow_rate(t)
     else:
@@ -196,7 +194,6 @@ def _ask_for_claims(t, place, number):
 
 @_compiled
 def _claim(t, place):
-    """A place claims a tile for later."""
     row = t.place[place]
     row[UNDER_WAY] -= 1
     if row[VOID]:

@@ -164,7 +164,6 @@ def _fence_cost(name: str, text: str, constant: str, what: str, **load: int) -> 
 
 
 def table() -> tuple[Micro, ...]:
-    """All of this module."""
     release = "fence.acq_rel.gpu"
     return (
         Micro("exp2 interval", "clocks a warp", (_exp2(),), lambda a: a / 32, "mufu_interval",

@@ -88,7 +88,6 @@ def _chase(cold: bool) -> Timed:
 
 
 def table() -> tuple[Micro, ...]:
-    """All of this module."""
     return (
         Micro("load from L2", "clocks", (_chase(False),), lambda a: a / 4, "",
               "dependent ld.global.cg of one lane, hits in L2"),

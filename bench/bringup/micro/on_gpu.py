@@ -34,7 +34,6 @@ class Loaded:
         call("cuMemsetD8", self._buffer, 0, kernel.buffer)
 
     def start(self, turn: int, stream: int = 0) -> None:
-        """Launch, and do not wait."""
         values = (
             ctypes.c_uint64(int(self._results)),
             ctypes.c_uint64(int(self._buffer)),

@@ -14,12 +14,10 @@ _LANES = 32
 
 
 def ptx_for_blackwell(kernel: Timed) -> str:
-    """Return the module of a kernel for compute capability 10.0."""
     return head((10, 0)) + kernel.ptx
 
 
 def simulate(kernel: Timed, trace: bool = False) -> Report:
-    """Run a kernel on zeros and return the launch's report."""
     buffers = [placed(np.zeros(RESULTS, np.uint64)), placed(np.zeros(kernel.buffer, np.uint8))]
     return launch_ptx(
         ptx_for_blackwell(kernel),

@@ -31,7 +31,6 @@ TRIPLES = Case("answers/triples", "answers", _PTX, (), (np.zeros(THREADS, np.uin
 
 
 def items(target: Target) -> list[str]:
-    """One step."""
     return ["triples"]
 
 

@@ -28,7 +28,6 @@ class Choice:
 
 
 def choices() -> dict[str, Choice]:
-    """Return the choices by the names of their steps."""
     causal = {"causal": True}
     static, dynamic = {"use_clc": False}, {"use_clc": True}
     hinted, polling = {"polls": False}, {"polls": True}
@@ -50,7 +49,6 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """Names of the choices."""
     return list(choices())
 
 
@@ -77,7 +75,6 @@ def medians(
 
 
 def outcome(found: dict[str, float]) -> Outcome:
-    """Return the outcome of both medians, in seconds."""
     ratio = found["usual"] / found["other"]
     text = (
         f"usual {1e6 * found['usual']:.1f} us, other {1e6 * found['other']:.1f} us: "

@@ -53,7 +53,6 @@ def items(target: Target) -> list[str]:
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
-    """One case."""
     if item in _probes():
         return _against_expectation(_probes()[item], target, note)
     return _against_recording(_recorded()[item], target, note)

@@ -18,7 +18,6 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """Directions under both tile schedulers."""
     return [
         f"{which} {scheduler}"
         for which in ("forward", "forward and backward")

@@ -17,7 +17,6 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """Name the calls of `python -m bench host`."""
     from bench.measure.host import CASES
 
     return [case.name for case in CASES]

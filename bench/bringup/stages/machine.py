@@ -41,7 +41,6 @@ _ATTRIBUTES = {
 
 
 def items(target: Target) -> list[str]:
-    """The steps."""
     asked = ["device", "nvidia-smi", "other processes"] if target.is_gpu else []
     return [*asked, "host", "versions", "settings"]
 

@@ -27,7 +27,6 @@ def items(target: Target) -> list[str]:
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
-    """One figure."""
     micro = microbenchmarks(target.sms, target.has_tcgen05)[item]
     if not target.is_gpu:
         return _simulated(micro, note)

@@ -29,7 +29,6 @@ def _vectors() -> Vectors:
 
 
 def items(target: Target) -> list[str]:
-    """Names of the cases that test a rule."""
     return list(_cases())
 
 

@@ -29,12 +29,10 @@ READY = "ready"
 
 
 def items(target: Target) -> list[str]:
-    """Both directions under both tile schedulers."""
     return [f"{which} {by}" for which in ("forward", "backward") for by in ("static", "clc")]
 
 
 def command(item: str, target: Target) -> list[str]:
-    """Return the command line of one process."""
     return [sys.executable, "-m", __name__, item, json.dumps(target.as_json())]
 
 

@@ -37,7 +37,6 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """Directions and groups."""
     return [f"{direction} {group}" for direction in ("forward", "backward") for group in GROUPS]
 
 

@@ -96,7 +96,6 @@ class Variant:
         )  # fmt: skip
 
     def tiling(self, machine: Machine) -> ForwardTiling:
-        """Return the tiling of the forward."""
         gpu, late = gpu_of(machine), Late((CLAIM_STEPS + _LOADS_AHEAD) * 16.0 * self.keys)
         rows = 64 if self.decodes else 128
         # Q has one buffer, which is free with a tile's last QK.
@@ -108,7 +107,6 @@ class Variant:
 
 
 def forward_variant(case: Case, machine: Machine, splits: int = 1) -> Variant:
-    """Return the variant that a call takes by default."""
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
     config = forward_spec(problem, gpu).config
@@ -241,5 +239,4 @@ def times_of(call: Call, values: Values, clocks: Clocks = DEFAULT) -> Times:
 
 
 def times(calls: list[Call], machine: Machine, clocks: Clocks = DEFAULT) -> Times:
-    """Return the times under the central constants."""
     return times_of(calls[0], machine.values(), clocks)

@@ -66,7 +66,6 @@ class Row:
         return model.hopper(self.gpu)
 
     def calls(self) -> list[Call]:
-        """Return the calls of the timing model."""
         case, machine = self.case, self.machine
         if self.direction == BACKWARD and self.provider == THEIRS:
             return theirs.backward(case.causal, machine).calls(case)

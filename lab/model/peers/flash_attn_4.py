@@ -89,7 +89,6 @@ class Variant:
         )  # fmt: skip
 
     def samples(self) -> Samples:
-        """Return the samples that costs are fitted to."""
         if self.divided:
             chosen = SPLIT_WINDOW_SAMPLES if self.kind.window else SPLIT_SAMPLES
             return tuple((*self.divided, *sample) for sample in chosen)

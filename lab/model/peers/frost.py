@@ -98,11 +98,9 @@ class Variant:
 
     @property
     def num_splits(self) -> int:
-        """Parts of a tile in each sample."""
         return SAMPLE_SPLITS if self.few and self.few.divided else 1
 
     def samples(self) -> Samples:
-        """Return the samples that costs are fitted to."""
         if self.kind.window:
             return WINDOW_SAMPLES
         if self.few is None:
@@ -243,7 +241,6 @@ def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> 
 
 @contextlib.contextmanager
 def _tracing(machine: Machine) -> Iterator[None]:
-    """Compile the kernels called inside for the machine's GPU."""
     with simulating(machine), seeded():
         frost_code.forget_compiled()
         yield

@@ -105,7 +105,6 @@ def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(kernel: str, geometry: Geometry) -> Tiles:
-    """Return the tiles, which all machines share."""
     if kernel == "main":
         return Tiles.of(list(main_tiles(geometry)))
     return Tiles.of(list(product_tiles(geometry, kernel == "dq")))

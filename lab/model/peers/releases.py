@@ -58,7 +58,6 @@ class Release:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """Return the requirements that pip installs for it."""
         found = (f"nvidia-cutlass-dsl=={self.cutlass_dsl}",
                  f"nvidia-cutlass-dsl-libs-base=={self.cutlass_dsl}",
                  f"quack-kernels=={self.quack}")  # fmt: skip

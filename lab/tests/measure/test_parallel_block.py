@@ -34,7 +34,6 @@ def answers(pool, request, *arguments):
 
 
 def errors(found, expected):
-    """Return the error of each parameter's gradient, by its norm."""
     assert found.keys() == expected.keys()
     return {name: ((found[name] - e).norm() / e.norm()).item() for name, e in expected.items()}
 

@@ -24,7 +24,6 @@ def run(shift):
 
 
 def results(seeds=(3, 4), others=None):
-    """JSON of `bench training`."""
     own = {"SDPA float32": run(0), "ours": run(0.1), "flash-attn-4": run(-0.2)} | (others or {})
     origin = {"basis": "measured", "machine": "a GPU"}
     return json_text([command.table(dict.fromkeys(seeds, own), STEPS, origin, "2 layers")])

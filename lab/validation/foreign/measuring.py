@@ -61,7 +61,6 @@ class Module:
             raise RuntimeError(f"{name} answers {status}")
 
     def function(self, name: str) -> ctypes.c_void_p:
-        """Return the handle of a kernel."""
         if name not in self._functions:
             found = ctypes.c_void_p()
             mangled = self._mangled(name).encode()
@@ -79,7 +78,6 @@ class Module:
         return symbol.decode()
 
     def registers(self, name: str) -> int:
-        """Return the registers of a kernel's thread."""
         found = ctypes.c_int()
         self._call("cuFuncGetAttribute", ctypes.byref(found), _REGISTERS, self.function(name))
         return found.value
@@ -142,7 +140,6 @@ class Gpu:
         return begin.elapsed_time(end), host * 1e3
 
     def release(self) -> None:
-        """Give the memory of a case back."""
         self._torch.cuda.synchronize()
         self._torch.cuda.empty_cache()
 

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.simulator
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Few repetitions."""
     monkeypatch.setattr(host, "REPETITIONS", 3)
     monkeypatch.setattr(host, "CALLS", 4)
 
