@@ -28,11 +28,9 @@ INSTALL = "pip install -e ./sm100_sim -e '.[bench]'"
 
 @dataclass(frozen=True)
 class Program:
-    """A package with commands.
-
-    commands: name -> its line of help; the module has the name, with _ for -. groups: title of the
-    help -> names. replays: whether a command line needs the timing model.
-    """
+    """A package with commands. commands: name -> its line of help; the module has the name, with _
+    for -. groups: title of the help -> names. replays: whether a command line needs the timing
+    model."""
 
     package: str
     description: str
@@ -50,10 +48,8 @@ class Program:
 
 
 def missing_extra(program: Program, arguments: Sequence[str]) -> str:
-    """Return what the command needs and is not installed, with what to do; empty for nothing.
-
-    It is checked before the command is imported, so that nobody waits for a pool to fail.
-    """
+    """Return what the command needs and is not installed, with what to do; empty for nothing. It is
+    checked before the command is imported, so that nobody waits for a pool to fail."""
     if not program.replays(arguments):
         return ""
     if lacking := missing_lab():
@@ -73,10 +69,8 @@ def missing_extra(program: Program, arguments: Sequence[str]) -> str:
 
 
 def run_command(program: Program, arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status.
-
-    A value that is not accepted, and a package that is not installed, give 2 and one line.
-    """
+    """Run one command and return its exit status. A value that is not accepted, and a package that
+    is not installed, give 2 and one line."""
     try:
         parsed = _parser(program, arguments).parse_args(arguments)
         if lacking := missing_extra(program, arguments):

@@ -20,9 +20,7 @@ def missing_lab() -> str:
 
 def modelled(command: str, arguments: argparse.Namespace) -> int:
     """Run a command's counterpart in `lab.modelled`, say so on stderr, and return its exit status.
-
-    Raises ValueError where lab/ is not here.
-    """
+    Raises ValueError where lab/ is not here."""
     if lacking := missing_lab():
         raise ValueError(lacking)
     reason = "--modelled" if arguments.modelled else "no GPU here runs the kernels"

@@ -41,9 +41,7 @@ def stream(
     initializer: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
     """Yield the results of `each`, every one as soon as it and those before it are ready.
-
-    initializer: runs first in each process that is started.
-    """
+    initializer: runs first in each process that is started."""
     if min(jobs, len(items)) <= 1:
         yield from map(function, items)
         return

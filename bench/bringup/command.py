@@ -26,11 +26,9 @@ _ASK = (
 
 
 def find_target(simulate: bool) -> Target:
-    """The GPU of this machine, or the simulator; a separate process queries the driver.
-
-    Raises ValueError for a driver that does not answer, one whose GPU cannot be used, or a GPU that
-    the simulator does not know.
-    """
+    """The GPU of this machine, or the simulator; a separate process queries the driver. Raises
+    ValueError for a driver that does not answer, one whose GPU cannot be used, or a GPU that the
+    simulator does not know."""
     if simulate:
         return simulated(simulated_device())
     try:

@@ -30,10 +30,7 @@ def write_reports(run: BringupRun, stopped: str = "") -> None:
 
 def content(target: Target, results: Results, started: str, stopped: str = "") -> dict[str, Any]:
     """Everything as JSON values; of counted stages what passed, and what no decision reads, only as
-    a number.
-
-    started: date and time of the run's first step.
-    """
+    a number. started: date and time of the run's first step."""
     stages: dict[str, Any] = {}
     for name, found in results.items():
         if name == HIDDEN[0].name:

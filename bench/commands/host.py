@@ -36,10 +36,8 @@ FEW_ROWS = 2
 
 
 def measure(chosen: str = "") -> Table:
-    """Return the host time of every case with `chosen` in its name, on a GPU beside others.
-
-    Raises ValueError if no case has that in its name.
-    """
+    """Return the host time of every case with `chosen` in its name, on a GPU beside others. Raises
+    ValueError if no case has that in its name."""
     chosen_cases = [case for case in host.CASES if chosen in case.name]
     if not chosen_cases:
         names = "; ".join(case.name for case in host.CASES)

@@ -43,10 +43,8 @@ def workload(case: Case, direction: str) -> list[str]:
 
 def collect_command(case: Case, direction: str, report: str) -> list[str]:
     """Return ncu on the part of the workload that enables it: our kernels only, all sections, no
-    sources.
-
-    How many launches that is depends on the shape: the backward may take several rounds.
-    """
+    sources. How many launches that is depends on the shape: the backward may take several
+    rounds."""
     return [
         "ncu", "--set", "full", "--import-source", "no",
         "--target-processes", "application-only",
@@ -95,10 +93,8 @@ def run(wanted: Sequence[tuple[str, list[str]]]) -> None:
 
 
 def call_twice(case: Case, direction: str) -> None:
-    """Run the workload: one call that compiles, one that is profiled.
-
-    Raises ValueError without a GPU of ours and for a call that fails.
-    """
+    """Run the workload: one call that compiles, one that is profiled. Raises ValueError without a
+    GPU of ours and for a call that fails."""
     reason = Ours().missing()
     if reason:
         raise ValueError(f"nothing to profile: {reason}")

@@ -49,10 +49,8 @@ class Found:
 
 
 def collect(directory: Path) -> Found:
-    """The results in a directory, by file name.
-
-    Raises ValueError if it is no directory or holds no result.
-    """
+    """The results in a directory, by file name. Raises ValueError if it is no directory or holds no
+    result."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory")
     tables, others = [], {}

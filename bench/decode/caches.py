@@ -42,9 +42,7 @@ class Form(NamedTuple):
 @dataclass(frozen=True)
 class CacheCase(Case):
     """A `Case` over caches of all types and sizes; the first of both is what others are beside.
-
-    peer: whether flash-attn-4 stands beside ours.
-    """
+    peer: whether flash-attn-4 stands beside ours."""
 
     kv_types: tuple[str, ...] = (BF16,)
     sizes: tuple[int | None, ...] = (None,)

@@ -60,10 +60,8 @@ class Accuracy:
 
 
 def measure(case: Case) -> Accuracy:
-    """Run one case in the simulator.
-
-    Raises RuntimeError if another share was emulated than the pattern says.
-    """
+    """Run one case in the simulator. Raises RuntimeError if another share was emulated than the
+    pattern says."""
     shape, config = case.shape, ForwardConfig(ex2_pattern=case.pattern)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (

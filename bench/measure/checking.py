@@ -56,11 +56,8 @@ def worst(checks: Iterable[Check]) -> Check:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one sequence and some heads that share a key/value head.
-
-    keys: up to the last one that the rows may see; with these a mask by bounds is bottom-right
-    aligned again.
-    """
+    """Rows of one sequence and some heads that share a key/value head. keys: up to the last one
+    that the rows may see; with these a mask by bounds is bottom-right aligned again."""
 
     sequence: int
     rows: range
@@ -93,10 +90,8 @@ class Block:
 
 def _blocks(case: Case) -> list[list[Block]]:
     """Blocks at the start, at the middle and at the end of the first, the longest and the last
-    sequence, of the first and the last head.
-
-    Raises ValueError for a mask under which the keys of a block cannot be cut off.
-    """
+    sequence, of the first and the last head. Raises ValueError for a mask under which the keys of a
+    block cannot be cut off."""
     if case.bounds[1] != 0 and case.bounds != (None, None):
         raise ValueError(
             f"{case}: rows are compared for full attention and where nothing to the right is "
@@ -136,10 +131,8 @@ def _options(case: Case, block: Block | None = None) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
-    """Compare rows of out with the float64 reference; which, `_blocks` says.
-
-    The tolerance is that of `reference.Comparison`.
-    """
+    """Compare rows of out with the float64 reference; which, `_blocks` says. The tolerance is that
+    of `reference.Comparison`."""
     checks = []
     for block in (block for place in _blocks(inputs.case) for block in place):
         if block not in inputs.expected:

@@ -59,10 +59,8 @@ class Error:
 
 def error_of(pattern: Ex2Pattern, is_e4m3: bool = False) -> Error:
     """Errors by the numpy twin, bit-exact with the device code where the polynomial is used.
-    is_e4m3: P is rounded to e4m3, 2^4 times as large.
-
-    The scores are those of standard normal q and k at softmax scale 1/16; products are in float64.
-    """
+    is_e4m3: P is rounded to e4m3, 2^4 times as large. The scores are those of standard normal q and
+    k at softmax scale 1/16; products are in float64."""
     rows, keys, generator = 64, 512, np.random.default_rng(0)
     scores = generator.standard_normal((rows, keys)).astype(np.float32) * np.float32(16)
     values = generator.standard_normal((keys, HEAD_DIM))
@@ -93,10 +91,8 @@ def _round_to_e4m3(p: np.ndarray) -> np.ndarray:
 
 def grid(axes: dict[str, Sequence[int]], last_fragment_hardware: bool) -> list[Ex2Pattern]:
     """Hardware only, then the mixes of all combinations that differ in an element or a degree.
-
     axes: values of ex2_emu_freq, ex2_emu_res, ex2_emu_start_frg and degree; of a combination with
-    res above freq there is none. Raises ValueError for a value that no pattern accepts.
-    """
+    res above freq there is none. Raises ValueError for a value that no pattern accepts."""
     found = {_elements(HARDWARE_ONLY): HARDWARE_ONLY}
     for freq, res, start, degree in itertools.product(*axes.values()):
         if res > freq > 0:
@@ -128,10 +124,8 @@ def config_of(pattern: Ex2Pattern, is_e4m3: bool = False) -> ForwardConfig:
 def measured_times(
     patterns: Sequence[Ex2Pattern], causal: bool, timer: CudaTimer, sampling: Sampling
 ) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
-    """Time every mix and class, the mixes of a class interleaved, and yield each. In bf16.
-
-    Raises RuntimeError if a result is wrong.
-    """
+    """Time every mix and class, the mixes of a class interleaved, and yield each. In bf16. Raises
+    RuntimeError if a result is wrong."""
     for name, seqlen in SEQLENS.items():
         inputs = Inputs.random(case_of(seqlen, causal), timer.device, torch.bfloat16)
         calls: dict[Any, Callable[[], Any]] = {}

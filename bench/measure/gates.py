@@ -86,11 +86,9 @@ def calls_of(case: Case, passes: str, device: torch.device) -> tuple[Inputs, tor
 
 
 def failure(inputs: Inputs, gate: torch.Tensor, calls: Calls) -> str | None:
-    """Return what is wrong with the results, None if nothing is.
-
-    The call without a gate is compared with float64. The fused gate must have that result's values
-    times the sigmoid, up to the rounding of both to bf16.
-    """
+    """Return what is wrong with the results, None if nothing is. The call without a gate is
+    compared with float64. The fused gate must have that result's values times the sigmoid, up to
+    the rounding of both to bf16."""
     results = {name: calls[name]() for name in (NONE, FUSED)}
     plain, fused = (r[0] if isinstance(r, tuple) else r for r in results.values())
     if not (check := check_forward(inputs, plain)).passed:

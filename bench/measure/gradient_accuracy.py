@@ -138,10 +138,8 @@ def _holes(of_q: int, of_k: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def measure(case: Case) -> GradientAccuracy:
-    """Run one case in the simulator.
-
-    Raises RuntimeError if other kernels ran than those the case is of.
-    """
+    """Run one case in the simulator. Raises RuntimeError if other kernels ran than those the case
+    is of."""
     given = _Inputs.of(case.call, case.dtype)
     with mock.patch.dict(os.environ, {ARCHITECTURE.name: case.architecture}):
         found = _gradients(case, given)

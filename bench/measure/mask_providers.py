@@ -220,10 +220,8 @@ def _chosen_backend(*given: torch.Tensor) -> str | None:
 
 class FlexAttention:
     """`torch.nn.attention.flex_attention` by torch.compile, with a `BlockMask` of the mask_mod, or
-    of the causal one and a score_mod.
-
-    options: of `KERNEL_OPTIONS`, those that worked last; failure: what those before raised.
-    """
+    of the causal one and a score_mod. options: of `KERNEL_OPTIONS`, those that worked last;
+    failure: what those before raised."""
 
     name = FLEX
 

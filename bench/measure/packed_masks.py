@@ -42,9 +42,7 @@ def _scrambled(number: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class ChosenKeys:
     """Causal, and of the keys before a query so many, by chance: each is seen with one probability.
-
-    A query that has no more than so many sees them all.
-    """
+    A query that has no more than so many sees them all."""
 
     keys: int = CHOSEN
     by_entry: ClassVar[bool] = True

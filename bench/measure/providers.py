@@ -34,11 +34,8 @@ def capability() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of equal sequences in pages.
-
-    k, v: (pages, page_size, heads_kv, 256); table: (batch, pages of a sequence) int32; lengths:
-    (batch,) int32 keys in use.
-    """
+    """Keys and values of equal sequences in pages. k, v: (pages, page_size, heads_kv, 256); table:
+    (batch, pages of a sequence) int32; lengths: (batch,) int32 keys in use."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -161,10 +158,7 @@ class Provider(Protocol):
 
 
 class Ours:
-    """Provider of this project's operator.
-
-    config: of the forward, None for the default one.
-    """
+    """Provider of this project's operator. config: of the forward, None for the default one."""
 
     def __init__(self, name: str = OURS, config: ForwardConfig | None = None) -> None:
         self.name, self._config = name, config
@@ -285,10 +279,8 @@ class FlashAttention4Divided(FlashAttention4):
 
 
 class Frost:
-    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend) with the plans they would take.
-
-    A kernel object belongs to shapes and strides; it is kept, as its users keep it.
-    """
+    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend) with the plans they would take. A
+    kernel object belongs to shapes and strides; it is kept, as its users keep it."""
 
     name = frost.NAME
 
@@ -431,10 +423,7 @@ def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
     """Return (result, None), or (None, why it failed): one provider's error must not end a long
-    run.
-
-    CuTe DSL's errors, for one, are of classes of their own.
-    """
+    run. CuTe DSL's errors, for one, are of classes of their own."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:

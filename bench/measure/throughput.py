@@ -87,10 +87,8 @@ def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
 
 
 def times_of(case: Case, row: dict[str, Any], required: Iterable[str]) -> dict[str, np.ndarray]:
-    """Provider -> seconds (median, p20, p80) of a measured row, of those that ran.
-
-    Raises RuntimeError if a required one did not.
-    """
+    """Provider -> seconds (median, p20, p80) of a measured row, of those that ran. Raises
+    RuntimeError if a required one did not."""
     details = row["details"]
     failed = {n: details[n]["status"] for n in required if details[n]["status"] != "ok"}
     if failed:

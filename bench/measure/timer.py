@@ -24,11 +24,9 @@ LEAST_RUNS = 8
 
 @dataclass(frozen=True)
 class Sampling:
-    """Number of runs of each call: `warmup` times before it counts, `runs` times that do.
-
-    seconds: of all rounds together; where a round takes so long that they would need more, there
-    are fewer of both kinds, and of timed ones at least `LEAST_RUNS`. None for no limit.
-    """
+    """Number of runs of each call: `warmup` times before it counts, `runs` times that do. seconds:
+    of all rounds together; where a round takes so long that they would need more, there are fewer
+    of both kinds, and of timed ones at least `LEAST_RUNS`. None for no limit."""
 
     warmup: int = 32
     runs: int = 128
@@ -110,9 +108,7 @@ def interleave(
     timer: Timer, calls: dict[str, Callable[[], Any]], sampling: Sampling
 ) -> dict[str, Samples]:
     """Time calls interleaved, so that a change of clock or temperature meets all of them alike.
-
-    Each round begins with another call, and the order rotates: none always follows the same.
-    """
+    Each round begins with another call, and the order rotates: none always follows the same."""
     ready = {name: timer.prepare(call) for name, call in calls.items()}
     return interleave_prepared(timer, ready, sampling)
 

@@ -48,9 +48,7 @@ def unavailable() -> str | None:
 
 def backward_refusal(window: bool, softcap: bool) -> str | None:
     """Return the reason for which its backward at head_dim 256 refuses a call, None if it takes it.
-
-    window: bounded on the left, beside a causal mask or not.
-    """
+    window: bounded on the left, beside a causal mask or not."""
     if softcap:
         return "SM100 backward with head_dim=256 does not support softcap"
     if window:
@@ -90,11 +88,9 @@ def attention(
 
 
 def masked_by(words: torch.Tensor) -> dict[str, Any]:
-    """Return options of `attention` under a mask of packed bits.
-
-    words: (sequences, queries, words) int32, padded as `MASK_PADDING` says; bit j of word w is key
-    32 w + j. With a mask_mod its forward has no other bounds, so the bits say causal, too.
-    """
+    """Return options of `attention` under a mask of packed bits. words: (sequences, queries, words)
+    int32, padded as `MASK_PADDING` says; bit j of word w is key 32 w + j. With a mask_mod its
+    forward has no other bounds, so the bits say causal, too."""
     return {"mask_mod": _bit_of_word(), "aux_tensors": [words]}
 
 
@@ -120,11 +116,9 @@ def _bit_of_word() -> Any:
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """out, shaped like q, (batch, seqlen_q, heads, head_dim), over keys in pages.
-
-    k, v: (pages, page_size, heads_kv, head_dim); options: page_table, seqused_k and what
-    `attention` takes, handed on as they are.
-    """
+    """out, shaped like q, (batch, seqlen_q, heads, head_dim), over keys in pages. k, v: (pages,
+    page_size, heads_kv, head_dim); options: page_table, seqused_k and what `attention` takes,
+    handed on as they are."""
     from flash_attn.cute import interface
 
     return _out_of(interface.flash_attn_varlen_func(q, k, v, max_seqlen_q=q.shape[1], **options))

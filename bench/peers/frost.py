@@ -125,11 +125,9 @@ class Backward:
         *,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv like q, k, v.
-
-        q, k, v, out, dout: (batch, seqlen, heads, 256). lse: (batch, heads, seqlen_q) float32, as
-        `Forward` gives it. causal: bottom-right aligned. Raises RuntimeError as `Forward`.
-        """
+        """dq, dk, dv like q, k, v. q, k, v, out, dout: (batch, seqlen, heads, 256). lse: (batch,
+        heads, seqlen_q) float32, as `Forward` gives it. causal: bottom-right aligned. Raises
+        RuntimeError as `Forward`."""
         from cudnn.sdpa.bwd.api_dsl_sm100_d256 import SdpaBwdDslSm100D256
 
         results = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))

@@ -46,10 +46,8 @@ class Agreement(NamedTuple):
 
 
 def agreement(one: tuple[Generated, Scored], other: tuple[Generated, Scored]) -> Agreement:
-    """Compare two engines over the same requests and texts.
-
-    Raises ValueError if they answered other requests, or with other numbers of tokens.
-    """
+    """Compare two engines over the same requests and texts. Raises ValueError if they answered
+    other requests, or with other numbers of tokens."""
     (generated, scored), (generated_b, scored_b) = one, other
     firsts = [_first(a, b) for a, b in _pairs(generated.tokens, generated_b.tokens)]
     decoded = [

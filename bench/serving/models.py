@@ -32,11 +32,8 @@ class Size:
 
 
 def config_of(kind: str, size: Size) -> Any:
-    """Return transformers' configuration. kind: of `MODELS`.
-
-    Heads for keys and values are as in the published models of that form: 2 of Qwen's, half of the
-    query heads of Gemma's.
-    """
+    """Return transformers' configuration. kind: of `MODELS`. Heads for keys and values are as in
+    the published models of that form: 2 of Qwen's, half of the query heads of Gemma's."""
     config: Any = MODELS[kind](size, _common(size))
     return config
 
@@ -52,10 +49,8 @@ def save(kind: str, size: Size, folder: Path, device: torch.device) -> None:
 
 
 def cache_bytes(kind: str, size: Size, tokens: int) -> int:
-    """Return enough bytes of a cache for so many tokens in all layers, in bf16.
-
-    A hybrid model's states lie in the same memory: every layer counts.
-    """
+    """Return enough bytes of a cache for so many tokens in all layers, in bf16. A hybrid model's
+    states lie in the same memory: every layer counts."""
     heads_kv = config_of(kind, size).num_key_value_heads
     return 2 * size.layers * heads_kv * 2 * HEAD_DIM * 2 * tokens
 

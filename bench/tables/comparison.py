@@ -91,10 +91,8 @@ def comparison_row(
     seconds: Mapping[str, np.ndarray],
     error: float = 0.0,
 ) -> dict[str, Any]:
-    """A row of the table: TFLOPS under each provider's name, everything else in `details`.
-
-    seconds, error: see `standing`.
-    """
+    """A row of the table: TFLOPS under each provider's name, everything else in `details`. seconds,
+    error: see `standing`."""
     ours, found = details.get(OURS, {}), standing(seconds, error)
     return {
         "direction": direction, "group": case.group, "shape": case.shape,

@@ -23,10 +23,8 @@ def ready(
     doing: str = "replaying",
 ) -> list[dict[str, Any]]:
     """Return the rows, each printed as soon as it is there; a bar counts those that are left.
-
     total: rows that there will be at most, None if nobody knows. columns: those of a printed row.
-    doing: a verb for what a row takes its time for.
-    """
+    doing: a verb for what a row takes its time for."""
     return list(results(rows, total, columns, lambda row: [row], doing))
 
 

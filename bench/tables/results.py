@@ -72,10 +72,8 @@ def check_output_options(arguments: argparse.Namespace) -> None:
 
 
 def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None:
-    """Print and write the tables as the options of `add_output_options` say.
-
-    Raises ValueError if a plot is requested and cannot be drawn, or JSON and CSV both on stdout.
-    """
+    """Print and write the tables as the options of `add_output_options` say. Raises ValueError if a
+    plot is requested and cannot be drawn, or JSON and CSV both on stdout."""
     tables = [tables] if isinstance(tables, Table) else list(tables)
     check_output_options(arguments)
     forms = (
@@ -143,11 +141,9 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def draw(tables: Sequence[Table], target: Any, form: str | None = None) -> None:
-    """Draw every table that has a plot into one figure.
-
-    target: path or binary file; form: "svg" and the like, by default the path's suffix. Raises
-    ValueError if no table has a plot or matplotlib is not installed.
-    """
+    """Draw every table that has a plot into one figure. target: path or binary file; form: "svg"
+    and the like, by default the path's suffix. Raises ValueError if no table has a plot or
+    matplotlib is not installed."""
     chosen = [table for table in tables if table.plot is not None and table.rows]
     if not chosen:
         raise ValueError("nothing to plot: no table of this command holds a plot or rows")

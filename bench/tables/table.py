@@ -19,11 +19,9 @@ BASIS, MACHINE = "basis", "machine"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    name: the key in rows. unit: "" for none. format: a format specification for its numbers, ".1f"
-    or ".2%" for example; "" prints them as they are. title: of the text, the name by default.
-    """
+    """A column of a table. name: the key in rows. unit: "" for none. format: a format specification
+    for its numbers, ".1f" or ".2%" for example; "" prints them as they are. title: of the text, the
+    name by default."""
 
     name: str
     unit: str = ""

@@ -81,10 +81,7 @@ def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Populatio
 
 def document(population: Population, judge: Judge, most: int, limit: float) -> dict[str, Any]:
     """Return the content of the file of sets: the accepted ones, the best first, and the errors
-    they were judged by.
-
-    Raises ValueError if no set is accepted.
-    """
+    they were judged by. Raises ValueError if no set is accepted."""
     errors = judge.errors(population.seconds)
     order = [int(n) for n in np.argsort(errors) if errors[n] <= limit][:most]
     if not order:

@@ -42,10 +42,8 @@ def made(document: Document) -> list[Table]:
 
 def merged(files: Sequence[Path]) -> list[Table]:
     """The tables of several results of one command, whose cases were shared out: rows and notes one
-    after the other, columns that any has, - where a row has none.
-
-    Raises ValueError where they are not tables of the same titles.
-    """
+    after the other, columns that any has, - where a row has none. Raises ValueError where they are
+    not tables of the same titles."""
     results = [read_json(path.read_text("utf-8")) for path in files]
     titles = [[table.title for table in tables] for tables in results]
     if any(found != titles[0] for found in titles):

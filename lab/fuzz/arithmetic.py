@@ -234,10 +234,8 @@ FORMS = {name: _forms(name) for name in _TABLE}
 
 
 class Registers:
-    """The registers of a program's threads and the instructions that may work on them.
-
-    sets: names of `_TABLE`. The frame declares, loads and stores the registers.
-    """
+    """The registers of a program's threads and the instructions that may work on them. sets: names
+    of `_TABLE`. The frame declares, loads and stores the registers."""
 
     def __init__(self, writer: Writer, sets: tuple[str, ...]) -> None:
         self.writer, self.sets = writer, sets

@@ -31,10 +31,8 @@ def _constant(lanes: int) -> Mask:
 
 
 class Flow:
-    """Writes nested control flow for one program.
-
-    warp: whether warp operations occur. A budget of instructions keeps programs small.
-    """
+    """Writes nested control flow for one program. warp: whether warp operations occur. A budget of
+    instructions keeps programs small."""
 
     def __init__(self, w: Writer, registers: Registers, budget: int, warp: bool) -> None:
         self.w, self.registers, self.budget, self.warp = w, registers, budget, warp

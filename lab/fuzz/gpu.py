@@ -151,11 +151,8 @@ Found = dict[Variant, tuple[Outcome, list[np.ndarray] | None]]
 def run_batch(
     variants: list[Variant], hanging: bool, level: int = LEVEL, work: Callable = _work
 ) -> Found:
-    """Outcomes and outputs of a batch.
-
-    After an error what is left runs in smaller batches, until one has a single program; after
-    LIMIT seconds without a result, as programs that may hang.
-    """
+    """Outcomes and outputs of a batch. After an error what is left runs in smaller batches, until
+    one has a single program; after LIMIT seconds without a result, as programs that may hang."""
     found, trouble = _run_once(variants, hanging, level, work)
     left = [variant for variant in variants if variant not in found]
     if not left:
@@ -208,10 +205,8 @@ def _run_once(
 def run(
     variants: Iterable[Variant], processes: int = 16, level: int = LEVEL
 ) -> Iterator[tuple[Variant, Outcome, list[np.ndarray] | None]]:
-    """Run variants on the GPU: what each one gave, and its outputs if it ended.
-
-    level: how far the driver's compiler optimises, 0 to 4.
-    """
+    """Run variants on the GPU: what each one gave, and its outputs if it ended. level: how far the
+    driver's compiler optimises, 0 to 4."""
     variants = list(variants)
     plain = [variant for variant in variants if not variant.may_hang]
     hanging = [variant for variant in variants if variant.may_hang]

@@ -33,10 +33,8 @@ DONE = 0x600D
 def _sections(
     w: Writer, lists: list[list[str]], per_unit: int, last: str = "", fixed: bool = False
 ) -> list[Piece]:
-    """One section a unit of `per_unit` threads: its operations, `last`, the mark, exit.
-
-    fixed: no operation can be left out.
-    """
+    """One section a unit of `per_unit` threads: its operations, `last`, the mark, exit. fixed: no
+    operation can be left out."""
     pieces = []
     for unit, operations in enumerate(lists):
         following = w.label()
@@ -238,10 +236,8 @@ def _budget(w: Writer, launched: int) -> int:
 
 
 def _moves(w: Writer, launched: int, budget: int, most: int) -> list[str]:
-    """Steps from the registers at launch to a budget, perhaps over a lower point.
-
-    most: registers that a step down may leave; the hardware refuses more than the kernel has.
-    """
+    """Steps from the registers at launch to a budget, perhaps over a lower point. most: registers
+    that a step down may leave; the hardware refuses more than the kernel has."""
     steps, now = [], launched
     if w.chance(0.3) and min(now, budget, most) > 24:
         low = 8 * w.random.randrange(3, min(now, budget, most) // 8 + 1)
@@ -286,10 +282,8 @@ def _sites(w: Writer, cuts: list[int], barrier: str) -> str:
 
 
 def sizes(seed: int) -> Program:
-    """Bulk copies whose barriers expect as many bytes, or more.
-
-    With fewer the end is open: the hardware completes a copy's bytes in several pieces.
-    """
+    """Bulk copies whose barriers expect as many bytes, or more. With fewer the end is open: the
+    hardware completes a copy's bytes in several pieces."""
     w = writer("sizes", seed)
     places = [
         (16 * w.random.randrange(1, 65), w.random.choice((0, 0, 0, 0, 16, 16)))

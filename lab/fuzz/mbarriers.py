@@ -31,11 +31,9 @@ class _Model:
 
 
 def sequences(seed: int) -> Program:
-    """One thread works on two mbarriers; after each operation it asks both for their phases.
-
-    A word of the result: bits 0 and 1 are test_wait of parities 0 and 1, bit 2 is test_wait of the
-    latest state, bits 8 and up the pending count of the state that the operation returned.
-    """
+    """One thread works on two mbarriers; after each operation it asks both for their phases. A word
+    of the result: bits 0 and 1 are test_wait of parities 0 and 1, bit 2 is test_wait of the latest
+    state, bits 8 and up the pending count of the state that the operation returned."""
     w = writer("sequences", seed)
     counts = [w.random.randrange(1, 7) for _ in range(2)]
     models = [_Model(count, count) for count in counts]

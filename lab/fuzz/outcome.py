@@ -60,10 +60,8 @@ class Outcome:
     registers: int = 0
 
     def agrees(self, other: Outcome) -> bool:
-        """Return True if two machines say the same of one program.
-
-        Raises ValueError if they ran different programs.
-        """
+        """Return True if two machines say the same of one program. Raises ValueError if they ran
+        different programs."""
         if self.program != other.program:
             raise ValueError(
                 "the two outcomes are of different programs; both sides must run the "

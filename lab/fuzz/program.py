@@ -24,10 +24,8 @@ REDUCTIONS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that stands or goes as a whole: `before`, the pieces `inside`, `after`.
-
-    A program stays legal whichever pieces are left out, unless they are `fixed`.
-    """
+    """Text that stands or goes as a whole: `before`, the pieces `inside`, `after`. A program stays
+    legal whichever pieces are left out, unless they are `fixed`."""
 
     before: str
     inside: tuple[Piece, ...] = ()
@@ -47,11 +45,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """One program of a family, made from a seed.
-
-    head, tail: what every variant has. inputs, outputs, tensor_maps: as in `golden.Case`.
-    may_hang: the hardware may never end it, so it runs where that costs nobody else anything.
-    """
+    """One program of a family, made from a seed. head, tail: what every variant has. inputs,
+    outputs, tensor_maps: as in `golden.Case`. may_hang: the hardware may never end it, so it runs
+    where that costs nobody else anything."""
 
     family: str
     seed: int

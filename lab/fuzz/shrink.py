@@ -52,10 +52,8 @@ class _Search:
 
 
 def shrink(variants: Iterable[Variant], one: Runner, other: Runner) -> dict[Variant, Variant]:
-    """The smallest variants found of programs on which the two runners differ.
-
-    They differ as the whole program does: in their outputs, or in the same states.
-    """
+    """The smallest variants found of programs on which the two runners differ. They differ as the
+    whole program does: in their outputs, or in the same states."""
     variants = list(variants)
 
     def states(candidates: list[Variant]) -> dict[Variant, tuple[str, str]]:

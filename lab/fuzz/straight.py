@@ -23,10 +23,8 @@ def finish(
     launch: Launch,
     **more,
 ) -> Program:
-    """The program whose threads load `registers`, run `pieces` and store the registers.
-
-    more: further fields of `Program`; `extra_head` goes before the pieces.
-    """
+    """The program whose threads load `registers`, run `pieces` and store the registers. more:
+    further fields of `Program`; `extra_head` goes before the pieces."""
     threads = launch.grid * launch.block
     extra = more.pop("extra_head", "")
     extra_outputs = more.pop("extra_outputs", ())

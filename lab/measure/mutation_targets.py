@@ -410,10 +410,8 @@ def measure(
     jobs: int = 1,
     write: Callable[[str], None] = lambda line: None,
 ) -> list[mutants.Score]:
-    """Scores of the kernels of a target; one cluster does all tiles.
-
-    Raises RuntimeError if it launched none of them.
-    """
+    """Scores of the kernels of a target; one cluster does all tiles. Raises RuntimeError if it
+    launched none of them."""
     with mock.patch.dict(os.environ, target.environment):
         found = mutants.scores(
             lambda: [target.run(shape) for shape in target.shapes],

@@ -57,11 +57,9 @@ def figures(times: Times | str, one: Times | str | None = None) -> dict[str, Any
 def each_job(
     function: Callable[[Job], Found], jobs: Iterable[Job], ranks: int
 ) -> Iterator[tuple[Job, Found | str]]:
-    """Call function(job) on the first `ranks` GPUs, job by job, NCCL being initialised.
-
-    Yields each job with what rank 0's function returned, or why a rank's raised. A process that
-    ends, or says nothing for `LONGEST` seconds, is the reason of its job, and the last one.
-    """
+    """Call function(job) on the first `ranks` GPUs, job by job, NCCL being initialised. Yields each
+    job with what rank 0's function returned, or why a rank's raised. A process that ends, or says
+    nothing for `LONGEST` seconds, is the reason of its job, and the last one."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as folder:
         pipes, processes = [], []

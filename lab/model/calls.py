@@ -137,10 +137,7 @@ class Chunk:
 
 def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu) -> list[Chunk]:
     """Return the chunks of a backward (`fa4_hd256.call.chunks.divide`) whose gradients are all
-    requested.
-
-    ds_bytes: memory that dS may take at a time.
-    """
+    requested. ds_bytes: memory that dS may take at a time."""
     division = chunks.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
     whole = division.problem
     counts = Counter(case_of(case, part) for part in division.chunks)

@@ -25,11 +25,9 @@ from sm100_sim.timing import Values
 
 @dataclass(frozen=True)
 class Kernel:
-    """A forward kernel and what its tiles cost.
-
-    values, costs: one of each replay, the central one first. paths: of the replays. last_wave: of a
-    case whose last tiles are a launch of their own, with KV splits, else None.
-    """
+    """A forward kernel and what its tiles cost. values, costs: one of each replay, the central one
+    first. paths: of the replays. last_wave: of a case whose last tiles are a launch of their own,
+    with KV splits, else None."""
 
     name: str
     tiling: ForwardTiling

@@ -74,10 +74,8 @@ def simulating(machine: Machine) -> contextlib.AbstractContextManager[Any]:
 
 def with_load(machine: Machine, nbytes: int, clocks: float) -> Machine:
     """Return the GPU where a load of so many bytes takes so many clocks from its issue to its
-    arrival, as it does beside other traffic.
-
-    Raises ValueError for fewer clocks than the bytes alone take.
-    """
+    arrival, as it does beside other traffic. Raises ValueError for fewer clocks than the bytes
+    alone take."""
     values = machine.values()
     latency = clocks - values.tma_issue - nbytes / values.l2_bytes_per_clock_sm
     if latency <= 0:
@@ -91,9 +89,7 @@ def with_load(machine: Machine, nbytes: int, clocks: float) -> Machine:
 
 def held_at(machine: Machine, ghz: float) -> Machine:
     """Return the GPU at that clock of its SMs: L2 follows it in part, HBM and launches do not.
-
-    Raises ValueError unless ghz is above 0.
-    """
+    Raises ValueError unless ghz is above 0."""
     if not ghz > 0:
         raise ValueError(f"{machine.name} held at {ghz} GHz; accepted is any clock above 0")
     share = ghz / machine.values().clock_ghz

@@ -8,10 +8,8 @@ from typing import Any
 
 
 def modelled_machine(machine: Any) -> str:
-    """Name the `machine` of figures of the timing model.
-
-    machine: a `sm100_sim.timing.machine_constants.Machine`; a hash tells which constants.
-    """
+    """Name the `machine` of figures of the timing model. machine: a
+    `sm100_sim.timing.machine_constants.Machine`; a hash tells which constants."""
     content: dict[str, Any] = {
         name: (constant.value, constant.low, constant.high)
         for name, constant in sorted(machine.constants.items())

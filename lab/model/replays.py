@@ -111,9 +111,7 @@ def one_cluster() -> Iterator[None]:
 
 def of_kernels(predictions: Sequence[timing.Prediction], *parts: str) -> list[timing.Prediction]:
     """Return, of the launches of one call, that of the kernel with each of the parts in its name.
-
-    Raises RuntimeError where a part does not name exactly one of them.
-    """
+    Raises RuntimeError where a part does not name exactly one of them."""
     found = []
     for part in parts:
         named = [p for p in predictions if part in p.report.kernel.lower()]
@@ -131,11 +129,9 @@ _memory: dict[str, list[Traced]] = {}
 
 
 def programs(what: Sequence[Any], trace: Callable[[], list[Traced]]) -> list[Traced]:
-    """The traced programs that `trace` gives, from the cache if it has run before.
-
-    what: what is traced, anything whose `repr` says it in full; for a kernel `digest` of its
-    cubin, or the versions of the packages that make it.
-    """
+    """The traced programs that `trace` gives, from the cache if it has run before. what: what is
+    traced, anything whose `repr` says it in full; for a kernel `digest` of its cubin, or the
+    versions of the packages that make it."""
     key = _key(tuple(what), timing.trace_digest())
     if key not in _memory:
         with replaying():
@@ -166,9 +162,7 @@ def kept(
     what: Sequence[Any], trace: Callable[[], list[Traced]], machine: Machine, draws: int
 ) -> list[Replayed]:
     """Replays of the programs that `trace` gives, from the cache if they have been made before.
-
-    what, trace: see `programs`. draws: replays beside the central one.
-    """
+    what, trace: see `programs`. draws: replays beside the central one."""
     values = machine.sampled(draws)
     key = _key(tuple(what), [tuple(drawn) for drawn in values], timing.model_digest())
 

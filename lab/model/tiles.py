@@ -97,11 +97,9 @@ class ForwardTiling:
         return 2 * self.kv_bytes * self.head_dim
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
-        """Return (queries of a tile, heads that have tiles of their own).
-
-        Heads are packed where a CTA's rows are a multiple of the ratio, in ours
-        (`fa4_hd256.call.forward_problem.packed_heads`) and in flash-attn-4.
-        """
+        """Return (queries of a tile, heads that have tiles of their own). Heads are packed where a
+        CTA's rows are a multiple of the ratio, in ours
+        (`fa4_hd256.call.forward_problem.packed_heads`) and in flash-attn-4."""
         ratio = heads // heads_kv
         if self.packs_heads and (self.rows // self.cluster) % ratio == 0:
             return self.rows // ratio, heads_kv
@@ -280,10 +278,8 @@ def dkdv_units(
     block: int, lengths: tuple[int, int], bounds: Bounds, rows: int
 ) -> tuple[float, float]:
     """Return (units, masked ones) of a tile of keys and one query head. rows: see `BackwardTiling`;
-    masked ones are counted as a kernel with 256 has them.
-
-    The mask of the transposed scores is the same one with its sides exchanged.
-    """
+    masked ones are counted as a kernel with 256 has them. The mask of the transposed scores is the
+    same one with its sides exchanged."""
     begin, (seqlen_q, seqlen_k), (left, right) = block * KEYS, lengths, bounds
     tile, sides = (begin, min(begin + KEYS, seqlen_k), (seqlen_k, seqlen_q)), (right, left)
     units, masked = key_steps(*tile, sides, ROWS)
@@ -354,10 +350,8 @@ def tiles_of_keys(
     packed: PackedBlocks | None = None,
 ) -> list[Tile]:
     """Tiles of so many keys of each part of a KV head's query heads, in order; they share Q and dO.
-
     of: (block, query heads of the part, lengths) -> the tile, without its group. packed: as
-    `indices` takes it.
-    """
+    `indices` takes it."""
     ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
     part = -(-ratio // head_parts)
     grid, shared = (-(-case.seqlen_k // rows), heads, case.batch), 2 * ROW * part

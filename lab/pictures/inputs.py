@@ -43,10 +43,8 @@ def basis() -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """Read a file: "rates", "accuracy" or "timeline".
-
-    Raises ValueError for one that was made from other constants than those of today.
-    """
+    """Read a file: "rates", "accuracy" or "timeline". Raises ValueError for one that was made from
+    other constants than those of today."""
     found = json.loads((DATA / f"{name}.json").read_text("utf-8"))
     made = found["constants"]
     if made != constants():

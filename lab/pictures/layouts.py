@@ -18,10 +18,8 @@ ROWS, CHUNKS, CHUNK_BYTES = 8, 8, 16
 
 
 def place_of_chunk(row: int, chunk: int) -> tuple[int, int]:
-    """Return (line of 128 bytes, place of 16 bytes in it) of a chunk of an atom of 8 rows.
-
-    The 128-byte swizzle: address bits 6:4 are XORed with bits 9:7 (PTX ISA 9.7.16.4).
-    """
+    """Return (line of 128 bytes, place of 16 bytes in it) of a chunk of an atom of 8 rows. The
+    128-byte swizzle: address bits 6:4 are XORed with bits 9:7 (PTX ISA 9.7.16.4)."""
     address = row * CHUNKS * CHUNK_BYTES + chunk * CHUNK_BYTES
     address ^= (address >> 3) & 0x70
     return address // (CHUNKS * CHUNK_BYTES), address // CHUNK_BYTES % CHUNKS

@@ -33,10 +33,8 @@ _LOSS, _APART = (138, 220), (430, 170)
 
 
 def keep(source: Path) -> None:
-    """Write data/losses.json from results of `bench training`.
-
-    Raises ValueError where these have no losses of what is drawn.
-    """
+    """Write data/losses.json from results of `bench training`. Raises ValueError where these have
+    no losses of what is drawn."""
     found = kept(source.read_text("utf-8"))
     rows = ",\n".join(f"  {json.dumps(row)}" for row in found["rows"])
     text = f'{{\n "origin": {json.dumps(found["origin"])},\n "rows": [\n{rows}\n ]\n}}\n'

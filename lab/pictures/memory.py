@@ -35,11 +35,9 @@ _SMALL = 4096
 
 
 def memory_map(title: str, smem: SmemPlan, tmem: TmemPlan) -> Drawing:
-    """Both memories of one CTA: to scale, with a line of words for each region.
-
-    title: of the kernel. What is named like a buffer's bytes is exact; buffers of under 4 KiB are
-    drawn together at the end of the bar.
-    """
+    """Both memories of one CTA: to scale, with a line of words for each region. title: of the
+    kernel. What is named like a buffer's bytes is exact; buffers of under 4 KiB are drawn together
+    at the end of the bar."""
     large = [region for region in smem.regions if region.num_bytes >= _SMALL]
     small = [region for region in smem.regions if region.num_bytes < _SMALL]
     height = 196 + _BAR + _TMEM_HEIGHT + _ROW * (len(large) + 1 + len(tmem.regions)) + 40

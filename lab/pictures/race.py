@@ -98,10 +98,8 @@ _ROWS = ((0.0, 1.0, 2.0, 4.3, 5.3, 6.3), (2.6, 3.6, 5.0, 6.9))
 
 
 def happens_before() -> Drawing:
-    """The operations of both warps, what orders them, and the pair that nothing does.
-
-    Raises RuntimeError if the sanitizer does not find the race any more.
-    """
+    """The operations of both warps, what orders them, and the pair that nothing does. Raises
+    RuntimeError if the sanitizer does not find the race any more."""
     finding = planted_race()
     drawing = Drawing(
         960,

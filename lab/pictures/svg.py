@@ -68,11 +68,8 @@ class TextBox:
 
 
 class Drawing:
-    """A picture of width x height pixels.
-
-    title, description: for readers who cannot see it. texts: the places of all lines of text, for
-    a test that none covers another.
-    """
+    """A picture of width x height pixels. title, description: for readers who cannot see it. texts:
+    the places of all lines of text, for a test that none covers another."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self.width, self.height = width, height
@@ -155,11 +152,9 @@ class Drawing:
         colour: str = INK,
         style: str = "",
     ) -> None:
-        """A line of text whose baseline begins, is centred or ends at `place`.
-
-        anchor: "start", "middle" or "end". style: words of "bold", "italic", "mono", "up"; up:
-        rotated by 90 degrees, to be read from below.
-        """
+        """A line of text whose baseline begins, is centred or ends at `place`. anchor: "start",
+        "middle" or "end". style: words of "bold", "italic", "mono", "up"; up: rotated by 90
+        degrees, to be read from below."""
         words = style.split()
         x, y = place
         self._note_box(place, text, size, anchor, words)

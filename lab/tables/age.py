@@ -26,10 +26,8 @@ def printed_at(text: str) -> str | None:
 
 def changed_since(commit: str, root: Path = ROOT) -> str:
     """Return how many files of each part mean something else than at a commit, or that nobody
-    knows.
-
-    Of Python the meaning counts, without comments, docstrings and positions; of JSON every byte.
-    """
+    knows. Of Python the meaning counts, without comments, docstrings and positions; of JSON every
+    byte."""
     folders = sorted({folder for part in PARTS.values() for folder in part})
     patterns = [f":(glob){folder}/**/*.{kind}" for folder in folders for kind in ("py", "json")]
     listed = git(root, "diff", "--name-only", "--no-renames", commit, "--", *patterns)

@@ -21,11 +21,9 @@ FOLDER, LAB_FOLDER = _ROOT / "docs" / "tables", _ROOT / "lab" / "docs" / "tables
 
 @dataclass(frozen=True)
 class Document:
-    """A file of docs/tables, or of lab/docs/tables.
-
-    command: after `python -m bench`, or `lab`, without output options. page: which explains it.
-    tables: which of the command's tables it has, by number; None for all.
-    """
+    """A file of docs/tables, or of lab/docs/tables. command: after `python -m bench`, or `lab`,
+    without output options. page: which explains it. tables: which of the command's tables it has,
+    by number; None for all."""
 
     title: str
     command: tuple[str, ...]

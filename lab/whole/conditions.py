@@ -27,11 +27,8 @@ BURST, SUSTAINED = 0.0, math.inf
 
 @dataclass(frozen=True)
 class Call:
-    """Launches of one call, one behind another on the GPU.
-
-    schedules: (how often, schedule). beside: seconds of kernels that do nothing but read and write,
-    whatever the clock.
-    """
+    """Launches of one call, one behind another on the GPU. schedules: (how often, schedule).
+    beside: seconds of kernels that do nothing but read and write, whatever the clock."""
 
     schedules: Sequence[tuple[int, Schedule]]
     beside: float = 0.0

@@ -137,9 +137,7 @@ def _products(
     rounds: int = 16,
 ) -> Timed:
     """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait.
-
-    place: of A. ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there.
-    """
+    place: of A. ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there."""
     types = InstructionDescriptor(
         KINDS["f16"], m, n, "bf16", "bf16", "f32", False, False, False, False
     )

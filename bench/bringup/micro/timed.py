@@ -87,10 +87,8 @@ def timed(
     **shape: Any,
 ) -> Timed:
     """A kernel: `setup`, `rounds` times `body` between the clocks, `keep`, and `finish` at the end.
-
     summed: the body adds what it has timed to %d3, and that is what counts. shape: the other fields
-    of `Timed`.
-    """
+    of `Timed`."""
     warps, cluster = shape.get("warps", 1), shape.get("cluster", 1)
     attributes = f".reqntid {32 * warps}, 1, 1\n"
     if cluster > 1:

@@ -51,10 +51,8 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 def repeated(
     results: Callable[[], Any], wanted: Any, count: int, note: Callable[[str], None]
 ) -> Outcome:
-    """Call `results` `count` times and compare every tenth with `wanted`, and the last.
-
-    What ends early, after `LONGEST` seconds, has settled nothing unless a call differed.
-    """
+    """Call `results` `count` times and compare every tenth with `wanted`, and the last. What ends
+    early, after `LONGEST` seconds, has settled nothing unless a call differed."""
     import torch
 
     different = compared = done = 0

@@ -59,10 +59,8 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 
 
 def _against_expectation(probe: Probe, target: Target, note: Callable[[str], None]) -> Outcome:
-    """No GPU has recorded these: numpy says what the manual promises, the simulator what it does.
-
-    A GPU that departs from numpy "differs": manual, case or GPU may be what is wrong.
-    """
+    """No GPU has recorded these: numpy says what the manual promises, the simulator what it does. A
+    GPU that departs from numpy "differs": manual, case or GPU may be what is wrong."""
     case = probe.case
     note(f"{probe.what}; grid {case.grid}, block {case.block}, cluster {case.cluster}")
     found = run_case(target, case)

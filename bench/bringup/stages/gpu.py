@@ -20,10 +20,8 @@ def gpu() -> Gpu:
 
 
 def run_case(target: Target, case: Case) -> list[np.ndarray]:
-    """Outputs of a case on the target.
-
-    Raises DriverError on a GPU and SimulationError in the simulator for what the kernel does wrong.
-    """
+    """Outputs of a case on the target. Raises DriverError on a GPU and SimulationError in the
+    simulator for what the kernel does wrong."""
     if target.is_gpu:
         return gpu().run(replace(case, ptx=retargeted(case.ptx, target.capability)))
     return predicted(case)

@@ -70,8 +70,7 @@ def on_hopper() -> contextlib.AbstractContextManager[Any]:
 @dataclass(frozen=True)
 class Variant:
     """One of our kernels: "forward", or "dv" or "products" of the backward. keys: of the forward's
-    step; decodes: whether it has one warpgroup, for a few rows; splits: whether keys are split.
-    """
+    step; decodes: whether it has one warpgroup, for a few rows; splits: whether keys are split."""
 
     kind: Kind
     use_clc: bool

@@ -26,8 +26,7 @@ PRODUCT_FLOP = 2.0 * 8192**3
 class Clocks:
     """attention_ghz, product_ghz: of cuDNN's attention and of a product of random numbers in first
     launches. picojoules: a FLOP at the clock of first launches; None for the machine's constant.
-    The defaults are an H200's, as lab/micro/whole_gpu_measured.json has it.
-    """
+    The defaults are an H200's, as lab/micro/whole_gpu_measured.json has it."""
 
     attention_ghz: float = 1.705
     product_ghz: float = 1.60

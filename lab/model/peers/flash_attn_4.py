@@ -161,10 +161,8 @@ class FlashAttention4:
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
-        """Return its dedicated backward at head_dim 256.
-
-        Raises RuntimeError if it is not installed, ValueError for a kind that it refuses.
-        """
+        """Return its dedicated backward at head_dim 256. Raises RuntimeError if it is not
+        installed, ValueError for a kind that it refuses."""
         self._require()
         kind = variant.kind
         reason = flash_attn_4.backward_refusal(kind.window, kind.softcap)

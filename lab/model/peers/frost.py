@@ -223,10 +223,8 @@ def backward_replays(variant: Variant, machine: Machine, draws: int) -> list[Rep
 
 def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> Any:
     """Return the result of `run(variant, machine)`, in the process of the variant's release if it
-    has one.
-
-    Raises RuntimeError where no release is named and another build than the variant's is installed.
-    """
+    has one. Raises RuntimeError where no release is named and another build than the variant's is
+    installed."""
     if variant.release is not None:
         return releases.call(variant.release, functools.partial(run, variant, machine))
     reason = frost.unavailable()

@@ -144,11 +144,9 @@ def unavailable(wanted: Release) -> str | None:
 
 
 def prepare(wanted: Release, source: Path | None = None) -> Path:
-    """Fill the folder of a release, if that has not been done; the folder.
-
-    source: where no version of the package has its files, a checkout at the commit. Raises
-    ValueError if that is missing or holds anything else, RuntimeError if pip fails.
-    """
+    """Fill the folder of a release, if that has not been done; the folder. source: where no version
+    of the package has its files, a checkout at the commit. Raises ValueError if that is missing or
+    holds anything else, RuntimeError if pip fails."""
     if wanted.folder.is_dir():
         return wanted.folder
     if wanted.tree is not None:

@@ -100,9 +100,7 @@ def test_the_clock_for_good_follows_no_clock_of_a_replay():
 
 def times_of(rate, machine=MACHINE, alone=False):
     """Return the times of full attention over 16k keys at `rate` clocks per unit of a tile's work.
-
-    alone: return the call itself.
-    """
+    alone: return the call itself."""
     problem = case(16384)
     tiling = model.forward_variant(problem, machine).tiling(machine)
     costs = TileCosts(0.0, 0.0, rate)
