@@ -252,6 +252,17 @@ def test_device_memory_is_aligned_as_on_a_gpu():
         assert torch.equal(weight.grad, 2 * weight) and torch.equal(moved, weight)
 
 
+def test_copies_are_aligned_as_on_a_gpu():
+    with sm100_sim.attached():
+        weight = torch.randn(3, 5, device="cuda", requires_grad=True)
+        made = [weight.clone(), torch.clone(weight), weight.t().contiguous()]
+        made += [tensor.clone() for tensor in made]
+        assert [tensor.data_ptr() % 512 for tensor in made] == 6 * [0]
+        assert weight.contiguous() is weight and torch.equal(made[2], weight.t())
+        (made[0] * made[1]).sum().backward()
+        assert torch.equal(weight.grad, 2 * weight)
+
+
 def test_errors_of_a_kernel_come_through_tvm_ffi():
     with sm100_sim.attached():
         source, target = torch.zeros(64, device="cuda"), torch.zeros(40, device="cuda")

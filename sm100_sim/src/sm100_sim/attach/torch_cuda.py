@@ -230,6 +230,17 @@ def _transfer(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(lambda self, *args, **kwargs: _placed(self.clone()))
 
 
+def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that copies its tensor, or returns it as it is."""
+
+    @functools.wraps(original)
+    def copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = original(self, *args, **kwargs)
+        return result if result is self else _placed(result)
+
+    return copy
+
+
 def _dlpack(self: torch.Tensor, **_: Any) -> Any:
     if self.requires_grad:
         raise BufferError("a tensor that requires grad has no DLPack export; use detach()")
@@ -274,6 +285,9 @@ def patches() -> Iterator[Patch]:
         "new_empty_strided",
     ):
         yield Patch(tensor, name, _factory(getattr(tensor, name)))
+    yield Patch(torch, "clone", _copying(torch.clone))
+    for name in ("clone", "contiguous"):
+        yield Patch(tensor, name, _copying(getattr(tensor, name)))
     yield Patch(tensor, "to", _to(tensor.to))
     yield Patch(tensor, "cuda", _transfer(tensor.cuda))
     yield Patch(tensor, "cpu", _transfer(tensor.cpu))
