@@ -208,6 +208,8 @@ def progress_wanted() -> bool:
 
 
 def rows_wanted() -> bool:
+    """Return True unless commands are not to print rows on stderr as each is ready. Files get them,
+    too: a row that took long must not be lost to what comes after it."""
     return _switch(PROGRESS, True)
 
 

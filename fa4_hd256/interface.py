@@ -20,7 +20,7 @@ from .call.forward_problem import (
     bounded,
     check_differentiable,
     resolve_call,
-    tiles_for_masks,
+    usable_tiles,
 )
 from .call.memory import check_out, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors
@@ -396,7 +396,8 @@ def mask_tables(
 def _halves(device: torch.device) -> int:
     """Tiles of a mask that a tile of the forward's queries has."""
     architecture = architecture_of(device)
-    tiles, *_ = tiles_for_masks(kernels_of(architecture).forward_tiles(None), architecture)
+    known = kernels_of(architecture).forward_tiles(None)
+    tiles, *_ = usable_tiles(known, architecture, (MASK_STEPS,))
     return tiles.rows // MASK_TILE
 
 

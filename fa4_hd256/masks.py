@@ -483,6 +483,7 @@ def _kinds(
 
 
 def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A mask_mod, which is of single numbers, for tiles."""
     # PyTorch itself wraps them in this, so that they may index tensors by these numbers.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 

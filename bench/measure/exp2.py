@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from bench.suite import Case
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.blackwell.forward.e4m3_config import E4M3_CONFIG, P_LOG2
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG, P_LOG2, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.kernel_names import in_words
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern

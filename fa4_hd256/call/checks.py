@@ -415,6 +415,14 @@ def check_mask_options(window: tuple[int | None, int | None], num_splits: int) -
         )
 
 
+def check_entries_of_mask(batch: int, heads: int, q: torch.Tensor) -> None:
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask is of batch {batch} and {heads} heads; accepted: 1 or {q.shape[0]}, and "
+            f"1 or {q.shape[2]}, as q has"
+        )
+
+
 def check_mask(
     q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], tiles: ForwardTiles
 ) -> None:
@@ -426,11 +434,7 @@ def check_mask(
     }
     for name in accepted.keys() & ragged.keys():
         batch, heads, *found = ragged[name].shape[:4]
-        if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
-            raise ValueError(
-                f"block_mask is of batch {batch} and {heads} heads; accepted: 1 or "
-                f"{q.shape[0]}, and 1 or {q.shape[2]}, as q has"
-            )
+        check_entries_of_mask(batch, heads, q)
         if tuple(found) != accepted[name]:
             raise ValueError(
                 f"{name} has {found[0]} lists of {found[1]} entries; accepted: "

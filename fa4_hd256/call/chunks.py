@@ -50,7 +50,8 @@ class Chunk:
         return table
 
     def has_all_lists(self, table: Any) -> bool:
-        """Return True if a table lists the chunk's queries and no others."""
+        """Return True if a table lists the chunk's queries and no others. The chunk has all
+        keys."""
         return table.shape[2] <= count_blocks(len(self.keys)) + count_blocks(len(self.queries))
 
 

@@ -103,6 +103,7 @@ def longest_row(problem: Problem) -> int:
 
 
 def rows_per_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
+    """Return the rows of splits' results that HBM writes and reads in the time of a step."""
     return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
 
 

@@ -3,9 +3,9 @@ which all that comes after may rely."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -192,11 +192,9 @@ class Problem:
 
         ragged: tensors beside these that are given, by name (`operator_arguments.OTHERS`).
         max_seqlen_q: with cu_seqlens_q. max_seqlen_k: with cu_seqlens_k or page_table; None for as
-        many as k, or a row of pages, has rows. config, out_dtype: None for the default ones.
-
-        Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, head_dim, ratio of
-        heads, device, length or option, NotImplementedError without a forward of the architecture.
-        """
+        many as k, or a row of pages, has rows. config, out_dtype: None for the default ones. Raises
+        TypeError for a wrong kind or dtype, ValueError for a wrong shape, head_dim, ratio of heads,
+        device, length or option, NotImplementedError without a forward of the architecture."""
         (q, k, v), ragged = tensors, ragged or {}
         check_options(options.softmax_scale, options.softcap)
         checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
@@ -204,7 +202,9 @@ class Problem:
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         dtypes, paged = _dtypes(q, k, out_dtype), PAGE_TABLE in ragged
-        known = _usable_tiles(architecture, config, dtypes, ragged, options)
+        of_dtypes = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(ragged)
+        known = kernels_of(architecture).forward_tiles(config, *of_dtypes)
+        known = usable_tiles(known, architecture, ragged, options.max_logits)
         if is_masked(ragged):
             checks.check_mask(q, k, ragged, known[0])
         descale = descales.descale_of(ragged, k, sequences, paged)
@@ -216,8 +216,8 @@ class Problem:
         max_seqlen_k = checks.check_max_seqlen("k", k, ragged, max_seqlen_k)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
         if config is None:
-            bounds = options.window[1] is not None, max_seqlen_k, paged
-            tiles = tuned_tiles(architecture, tiles, *bounds)
+            is_causal = options.window[1] is not None
+            tiles = tuned_tiles(architecture, tiles, is_causal, max_seqlen_k, paged)
         return cls(
             q_shape=tuple(q.shape),
             max_seqlen_q=longest,
@@ -378,59 +378,30 @@ def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
     return tuple(name for name in RAGGED if name in ragged and name not in of_others)
 
 
-def _usable_tiles(
+def usable_tiles(
+    known: tuple[ForwardTiles, ...],
     architecture: Architecture,
-    config: Any,
-    dtypes: Mapping[str, Any],
-    ragged: Any,
-    options: Options,
+    ragged: Any = (),
+    max_logits: bool = False,
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels that take such a call. Raises NotImplementedError if none."""
-    given = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(ragged)
-    known = kernels_of(architecture).forward_tiles(config, *given)
-    if is_masked(ragged):
-        known = tiles_for_masks(known, architecture)
-    if options.max_logits:
-        known = tiles_for_max_logits(known, architecture)
-    return tiles_for_keys(known, ragged, architecture)
-
-
-def tiles_for_keys(
-    known: tuple[ForwardTiles, ...], ragged: Any, architecture: Architecture
-) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels that such keys may take: V^T is made of dense ones alone. Raises
+    """Return the tiles of kernels that take calls with such tensors, or with the greatest logits: a
+    block mask may name steps of some, and V^T is made of dense keys alone. Raises
     NotImplementedError if there are none."""
-    if not _read_by_kernels(ragged):
-        return known
-    usable = tuple(tiles for tiles in known if not tiles.takes_columns)
     names = ", ".join(_read_by_kernels(ragged))
-    return usable or _refuse_kernel(names, "takes dense keys alone", known, architecture)
-
-
-def tiles_for_masks(
-    known: tuple[ForwardTiles, ...], architecture: Architecture
-) -> tuple[ForwardTiles, ...]:
-    """Return the tiles whose steps block masks name. Raises NotImplementedError if none."""
-    usable = tuple(tiles for tiles in known if tiles.takes_lists)
-    return usable or _refuse_kernel("block_mask", "takes none", known, architecture)
-
-
-def tiles_for_max_logits(
-    known: tuple[ForwardTiles, ...], architecture: Architecture
-) -> tuple[ForwardTiles, ...]:
-    """Return the tiles that keep greatest logits. Raises NotImplementedError if none."""
-    usable = tuple(tiles for tiles in known if tiles.kind == "forward")
-    return usable or _refuse_kernel("return_max_logits", "does not keep them", known, architecture)
-
-
-def _refuse_kernel(
-    option: str, why: str, known: tuple[ForwardTiles, ...], architecture: Architecture
-) -> NoReturn:
-    kind = known[0].kind if known else "forward"
-    raise NotImplementedError(
-        f"{option}: the kernel {kind} of {architecture.name} {why}; accepted: the default "
-        "configuration, with q, k and v in torch.bfloat16 or torch.float16"
-    )
+    for option, why, is_requested, takes in (
+        ("block_mask", "takes none", is_masked(ragged), lambda one: one.takes_lists),
+        ("return_max_logits", "does not keep them", max_logits, lambda one: one.kind == "forward"),
+        (names, "takes dense keys alone", names, lambda one: not one.takes_columns),
+    ):
+        usable = tuple(filter(takes, known)) if is_requested else known
+        if is_requested and not usable:
+            kind = known[0].kind if known else "forward"
+            raise NotImplementedError(
+                f"{option}: the kernel {kind} of {architecture.name} {why}; accepted: the default "
+                "configuration, with q, k and v in torch.bfloat16 or torch.float16"
+            )
+        known = usable
+    return known
 
 
 def choose_tiles(

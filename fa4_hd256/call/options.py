@@ -182,15 +182,14 @@ def window_of(window_size: Any, causal: bool = False) -> Window:
     """
     sides = sides_of(window_size)
     none = None if isinstance(window_size, ExactWindow) else -1
-    left, right = (None if side is None or side == none else _bound(side) for side in sides)
+    left, right = (
+        None if side is None or side == none else max(min(side, LARGEST_BOUND), -LARGEST_BOUND)
+        for side in sides
+    )
     if causal:
         right = 0
     is_empty = left is not None and right is not None and left + right < 0
     return _EMPTY if is_empty else (left, right)
-
-
-def _bound(side: int) -> int:
-    return max(min(side, LARGEST_BOUND), -LARGEST_BOUND)
 
 
 # ---------------------------------------------------------------- all of them

@@ -58,7 +58,8 @@ def scheduler_metadata_of(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> 
     steps = _steps(problem, lengths)
     divisors = torch.arange(1, MOST_SPLITS + 1, device=lengths.device)
     of_split = ((steps.max() + divisors - 1) // divisors).clamp(min=1)
-    counts = _splits_of(steps, of_split[:, None])
+    # A sequence without any key has one, too.
+    counts = ((steps + of_split[:, None] - 1) // of_split[:, None]).clamp(min=1)
     splits, of_sequence = counts.sum(1), problem.num_tiles // problem.sequences
     alone = of_split + tiles.part_steps
     work = (steps.sum() + tiles.part_steps * splits) * of_sequence / clusters
@@ -83,10 +84,6 @@ def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:
     keys = problem.tiles.keys
     begins = keys if problem.options.window[0] is not None else 0
     return (lengths.long().clamp(0, longest_row(problem)) + (begins + keys - 1)) // keys
-
-
-def _splits_of(steps: torch.Tensor, of_split: torch.Tensor) -> torch.Tensor:
-    return ((steps + of_split - 1) // of_split).clamp(min=1)
 
 
 def _words(starts: torch.Tensor, counts: torch.Tensor, room: int) -> torch.Tensor:

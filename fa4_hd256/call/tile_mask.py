@@ -466,14 +466,6 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     return lists
 
 
-def _firsts(rows: torch.Tensor) -> torch.Tensor:
-    """Numbers of the first tiles of dS of all blocks of keys, by how many are written of each half:
-    `backward.block_mask`, NOTE [numbers of listed tiles]. rows: of `TileMask.blocks` those of keys.
-    """
-    taken = BLOCK_TILES * rows[..., 0, WRITTEN]
-    return taken.cumsum(-1) - taken
-
-
 def _first_numbers(rows: torch.Tensor) -> torch.Tensor:
     """Return the number of each tile of keys: (1 or batch, 1 or heads, tiles). rows: with the
     firsts."""
@@ -507,7 +499,9 @@ def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.
     lists = blocks.new_zeros(shape)
     of_keys, of_queries = lists[:, :, :blocks_k], lists[:, :, blocks_k:]
     of_keys[..., 0, WRITTEN], of_keys[..., 0, READ] = to_end - before, to_last - before
-    of_keys[..., 0, FIRST] = _firsts(of_keys)
+    # `backward.block_mask`, NOTE [numbers of listed tiles].
+    taken = BLOCK_TILES * of_keys[..., 0, WRITTEN]
+    of_keys[..., 0, FIRST] = taken.cumsum(-1) - taken
     moved = (before[..., None] + places[:most]).clamp(max=numbers.shape[-1] - 1) + 1
     listed = rows.gather(3, moved[..., None].expand(*moved.shape, STEP_WORDS))
     # Behind the last one is what nobody takes for a tile, but may ask for.

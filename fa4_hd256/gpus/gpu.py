@@ -59,7 +59,8 @@ class Gpu:
 
     @property
     def l2_bytes_for_tiles(self) -> int:
-        """Half of L2, rounded to 4 MiB, for the tiles of a section."""
+        """Half of L2, for what the tiles of a section share. It is rounded to 4 MiB: lengths that
+        are powers of two then fill it, though a GPU has somewhat less (126.5 MB)."""
         step = 4 << 20
         return max(1, round(self.l2_bytes / 2 / step)) * step
 

@@ -8,6 +8,7 @@ to pass is overlooked.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..kernels.problem_class import (
 from ..models import AttentionModel
 from ..run.ahead.needs import Needs
 from ..run.catalogue import KernelSpec
-from ..warm import kernels_of
+from ..warm import kernels_of, load
 
 #: An engine's own plan has this name, too.
 METADATA = "scheduler_metadata"
@@ -56,6 +57,18 @@ def engine_kernels(model: AttentionModel, needs: Needs, device: torch.device) ->
     """Return the kernels of `warm_up` without those of calls that no engine makes: engines write
     rows of their caches themselves, scales are those of sequences, slopes those of heads."""
     return [spec for spec in kernels_of(model, needs, device) if _is_taken(spec, needs)]
+
+
+def load_and_log(specs: list[KernelSpec], device: torch.device, of: str = "") -> None:
+    """Compile and load kernels, and log how long that took. of: what they are of, in the log."""
+    made = load(specs, device)
+    logging.getLogger("fa4_hd256").info(
+        "%d kernels%s, %d of them compiled, in %.1f s",
+        made.kernels,
+        of,
+        made.compiled,
+        made.seconds,
+    )
 
 
 def _is_taken(spec: KernelSpec, needs: Needs) -> bool:

@@ -132,15 +132,10 @@ class ProblemClass:
 
     @property
     def mask(self) -> MaskKind:
-        has_tree = TREE_WORDS in self.ragged
-        return MaskKind(
-            self.bounded_left, self.bounded_right, has_tree, self.hides_rows, self._padded_pages
-        )
-
-    @property
-    def _padded_pages(self) -> int:
+        sides, has_tree = (self.bounded_left, self.bounded_right), TREE_WORDS in self.ragged
         is_padded = PAGE_TABLE in self.ragged and CACHE_LEFTPAD in self.ragged
-        return (self.page_size or 0) if is_padded else 0
+        padded_pages = (self.page_size or 0) if is_padded else 0
+        return MaskKind(*sides, has_tree, self.hides_rows, padded_pages)
 
     @property
     def gathers(self) -> bool:

@@ -104,6 +104,7 @@ def _lengths(offsets: Any, used: Any, batch: int, rows: int) -> list[int]:
 
 
 def _numbers(tensor: Any) -> Any:
+    """Return what a tensor holds, None where nothing is to be read."""
     if tensor is None or type(tensor) is not torch.Tensor or tensor.is_meta:
         return None
     with without_modes():

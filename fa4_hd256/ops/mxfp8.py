@@ -18,6 +18,7 @@ from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..quantize.mxfp8 import Mxfp8Gradients, quantized
 from ..run.mxfp8_backward import plan_call
+from .autograd import refuse_second_order
 
 #: Backwards, whose values are those of the forward with their own scheduler and configuration.
 _BACKWARD = plans.Kind("mxfp8_backward", plans.resolve_fields(ForwardValues), plan_call)
@@ -99,10 +100,7 @@ class _Mxfp8Attention(torch.autograd.Function):
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "fa4_hd256 offers no second-order gradients; call backward without "
-                "create_graph=True"
-            )
+            refuse_second_order(ctx)
         needed = ctx.needs_input_grad[1:]
         if (dout is None and dlse is None) or not any(needed):
             return (None,) * 4

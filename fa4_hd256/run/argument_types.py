@@ -66,6 +66,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..kernels.block_scales import MXFP8_GRADIENT_OPERANDS
@@ -226,10 +227,10 @@ def preprocess_compile_arguments(
     return rows, stats, ragged, scalar_types(scalars), cuda.CUstream(0)
 
 
-def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
+def sum_compile_arguments(dtype: torch.dtype) -> tuple[Any, ...]:
     parts, results = (
         tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
-        for kind in (cutlass.Float32, element_type)
+        for kind in (cutlass.Float32, ELEMENT_TYPES[dtype])
     )
     return parts, results, cuda.CUstream(0)
 
@@ -284,7 +285,8 @@ def _rotary_types(own: AppendClass) -> RotaryTables | None:
     rotary = own.rotary
     if rotary is None:
         return None
-    cos, sin = (tensor_type(rotary.table_type, 2, rotary.table_dtype.itemsize) for _ in range(2))
+    table = {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[rotary.table_dtype]
+    cos, sin = (tensor_type(table, 2, rotary.table_dtype.itemsize) for _ in range(2))
     queries, rotated = (tensor_type(own.element_type, 4, TMA_ALIGNMENT) for _ in range(2))
     begins, offsets = (vector_type(cutlass.Int32) for _ in range(2))
     return RotaryTables(cos, sin, begins, queries, rotated, offsets if rotary.packed else None)

@@ -7,6 +7,7 @@ compiled does not import them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from ..kernels.kernel_set import kinds
@@ -24,7 +25,7 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
 def _tile_kernel(spec: KernelSpec, problem_class: ProblemClass, cluster: int) -> Any:
     """The kernel with its parts. cluster: CTAs of one. Raises ValueError for a configuration whose
     kernel would hang, or misuse its memory."""
-    from ..kernels.backward.score_slopes import GradientFunctions
+    from ..kernels.backward.common import GradientFunctions
     from ..kernels.context import KernelParts
     from ..kernels.functions.kernel_functions import KernelFunctions
     from ..kernels.functions.user_functions import functions_in
@@ -50,53 +51,43 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     return kernel, compile_arguments(spec.problem_class, spec.scalars, columns)
 
 
-def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.forward_combine import CombineKernel
-    from .argument_types import combine_compile_arguments
-
-    kernel = CombineKernel(spec.config, spec.problem_class)
-    return kernel, combine_compile_arguments(spec.problem_class, spec.scalars)
-
-
-def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.forward_combine import RaggedCombineKernel
-    from .argument_types import combine_compile_arguments
-
-    kernel = RaggedCombineKernel(spec.config, spec.problem_class)
-    return kernel, combine_compile_arguments(spec.problem_class, spec.scalars, listed=True)
-
-
-def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.append_rows import AppendKernel
-    from .argument_types import append_compile_arguments
-
-    kernel = AppendKernel(spec.config, spec.problem_class)
-    return kernel, append_compile_arguments(spec.problem_class)
-
-
-def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.backward_preprocess import PreprocessKernel
-    from .argument_types import preprocess_compile_arguments
-
-    kernel = PreprocessKernel(spec.config, spec.problem_class)
-    return kernel, preprocess_compile_arguments(spec.problem_class, spec.scalars)
+#: Kinds of kernels without tensor cores -> "module:class" below `kernels.small`, made as
+#: `class(config, problem_class)`, and its arguments by type.
+_SMALL: dict[str, tuple[str, Callable[[Any, KernelSpec], tuple]]] = {
+    "append_rows": (
+        "append_rows:AppendKernel",
+        lambda types, spec: types.append_compile_arguments(spec.problem_class),
+    ),
+    "forward_combine": (
+        "forward_combine:CombineKernel",
+        lambda types, spec: types.combine_compile_arguments(spec.problem_class, spec.scalars),
+    ),
+    "forward_combine_ragged": (
+        "forward_combine:RaggedCombineKernel",
+        lambda types, spec: types.combine_compile_arguments(spec.problem_class, spec.scalars, True),
+    ),
+    "backward_preprocess": (
+        "backward_preprocess:PreprocessKernel",
+        lambda types, spec: types.preprocess_compile_arguments(spec.problem_class, spec.scalars),
+    ),
+    "backward_sum": (
+        "backward_sum:SumKernel",
+        lambda types, spec: types.sum_compile_arguments(spec.problem_class),
+    ),
+    "tail_rows": (
+        "tail_rows:TailKernel",
+        lambda types, spec: types.tail_compile_arguments(spec.problem_class),
+    ),
+}
 
 
-def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.problem_class import ELEMENT_TYPES
-    from ..kernels.small.backward_sum import SumKernel
-    from .argument_types import sum_compile_arguments
+def _small(spec: KernelSpec) -> tuple[Any, tuple]:
+    from . import argument_types
 
-    element = ELEMENT_TYPES[spec.problem_class]
-    return SumKernel(spec.config, element), sum_compile_arguments(element)
-
-
-def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.tail_rows import TailKernel
-    from .argument_types import tail_compile_arguments
-
-    kernel = TailKernel(spec.config, spec.problem_class)
-    return kernel, tail_compile_arguments(spec.problem_class)
+    place, arguments = _SMALL[spec.kind]
+    module, name = place.split(":")
+    kernel = getattr(import_module(f"..kernels.small.{module}", __package__), name)
+    return kernel(spec.config, spec.problem_class), arguments(argument_types, spec)
 
 
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -116,13 +107,5 @@ def _own(kind: str) -> Callable[[KernelSpec], tuple[Any, tuple]]:
 
 
 #: Kind of kernel -> what builds it, one for each of `KINDS`.
-BUILDERS: dict[str, Callable[[KernelSpec], tuple[Any, tuple]]] = {
-    "append_rows": _append_rows,
-    "forward_combine": _forward_combine,
-    "forward_combine_ragged": _forward_combine_ragged,
-    "backward_preprocess": _backward_preprocess,
-    "backward_sum": _backward_sum,
-    "tail_rows": _tail_rows,
-    **{kind: _own(kind) for kind in sorted(kinds())},
-}
+BUILDERS = dict.fromkeys(_SMALL, _small) | {kind: _own(kind) for kind in sorted(kinds())}
 assert BUILDERS.keys() == KINDS

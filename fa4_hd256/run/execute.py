@@ -90,7 +90,10 @@ class Execution:
             for spec, kernel in compiled.items()
         }
         for step in plan.launches:
-            _check_once(compiled[step.spec], step)
+            kernel = compiled[step.spec]
+            if not kernel.in_process.is_checked:
+                check_convention(kernel, step)
+                kernel.in_process.is_checked = True
         self._index = device.index if device.type == "cuda" else None
         #: Steps with packed arguments that no thread uses now.
         self._free: list[tuple[Any, ...]] = []
@@ -143,12 +146,6 @@ class Execution:
                 for step in self.plan.steps
             ]
         )
-
-
-def _check_once(kernel: CompiledKernel, step: Launch) -> None:
-    if not kernel.in_process.is_checked:
-        check_convention(kernel, step)
-        kernel.in_process.is_checked = True
 
 
 # ---------------------------------------------------------------- packed arguments

@@ -239,6 +239,7 @@ class PlanBuilder:
         return self.copied(view) if 0 in view.strides else view
 
     def table(self, view: View) -> View:
+        """A table with a last stride of 1, whose rows may be one expanded row."""
         return without_loose_strides(self.rows(view))
 
     def scale(self, view: View, descale: str) -> View:
@@ -256,6 +257,7 @@ class PlanBuilder:
         return found.as_strided((rows, heads), (found.strides[0] if rows > 1 else heads, 1))
 
     def dense(self, view: View) -> View:
+        """A contiguous tensor, in place where it is one; dimensions of 1 may carry any stride."""
         if not view.is_contiguous():
             return self.copied(view)
         return view.as_strided(view.shape, contiguous_strides(view.shape))

@@ -23,8 +23,7 @@ from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.check.single_kernels import empty_results, empty_stats, launch_values
 from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
-from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
-from fa4_hd256.kernels.blackwell.forward.e4m3_config import E4M3_TILES
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_TILES, TILES, ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_TILES
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.kernel_set import MXFP8

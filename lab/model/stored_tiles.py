@@ -12,7 +12,7 @@ import functools
 
 from bench.suite import Case
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward.gemm_order import GemmOrder
+from fa4_hd256.kernels.backward.gemm_tiles import GemmOrder
 from fa4_hd256.kernels.mask.masking import MaskKind
 from lab.model.tiles import (
     PARTIAL_ROW,

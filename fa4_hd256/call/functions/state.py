@@ -127,6 +127,7 @@ def _holds(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

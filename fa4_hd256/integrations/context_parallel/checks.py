@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...call import named_configs
-from ...call.checks import check_kinds, check_lists, check_mask_options
+from ...call.checks import check_entries_of_mask, check_kinds, check_lists, check_mask_options
 from ...call.forward_problem import Problem, operands_of
 from ...call.functions.tensors import functions_of_keys
 from ...call.operator_arguments import ForwardTensors, with_batch
@@ -116,17 +116,12 @@ def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -
         )
     check_lists(block_mask)
     mask = as_tile_mask(block_mask, with_bits=mask_mod is None, batch=q.shape[0], heads=q.shape[2])
-    batch, heads = mask.tiles.shape[:2]
     if mask.lengths != (rows, rows):
         raise ValueError(
             f"block_mask is of {mask.lengths[0]} queries and {mask.lengths[1]} keys; accepted: "
             f"{rows} of both, the rows of all ranks"
         )
-    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
-        raise ValueError(
-            f"block_mask is of batch {batch} and {heads} heads; accepted: 1 or {q.shape[0]}, and "
-            f"1 or {q.shape[2]}, as q has"
-        )
+    check_entries_of_mask(mask.tiles.shape[0], mask.tiles.shape[1], q)
     if mask.device != q.device:
         raise ValueError(f"block_mask is on {mask.device}; accepted: {q.device}, like q")
     return mask

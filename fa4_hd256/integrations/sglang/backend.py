@@ -218,6 +218,7 @@ class SGLangBackend(AttentionBackend):
         return replace(step, **fields)
 
     def _tree(self, batch: ForwardBatch, nodes: int, in_capture: bool) -> torch.Tensor:
+        """Return which node sees which, (requests, nodes, nodes) bool."""
         lengths, info = batch.seq_lens, batch.spec_info
         if in_capture:
             # No tree is there yet: each node sees itself.

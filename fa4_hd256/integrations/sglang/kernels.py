@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -12,16 +11,12 @@ from sglang.srt.runtime_context import get_exec, get_spec
 from ...models import AttentionModel, Mask
 from ...run.ahead.needs import Needs
 from ...run.catalogue import KernelSpec
-from ...warm import load
-from ..engines import engine_kernels
+from ..engines import engine_kernels, load_and_log
 from .checks import OURS, dims_of, layers_of
 
 
 def warm_up_layers(runner: Any) -> None:
-    made = load(kernels_of_layers(runner), torch.device(runner.device))
-    logging.getLogger("fa4_hd256").info(
-        "%d kernels, %d of them compiled, in %.1f s", made.kernels, made.compiled, made.seconds
-    )
+    load_and_log(kernels_of_layers(runner), torch.device(runner.device))
 
 
 def kernels_of_layers(runner: Any) -> list[KernelSpec]:

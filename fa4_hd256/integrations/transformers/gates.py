@@ -99,6 +99,8 @@ def _is_ours(function: Any) -> bool:
 
 @functools.cache
 def _cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name by which a class's `forward` takes the cache: `cache` from transformers 5.24
+    on."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 

@@ -227,6 +227,8 @@ def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
 
 
 def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) -> torch.Tensor:
+    """Evaluate the mask, and log the reason once. pattern: the mask without padding, if it has been
+    evaluated."""
     lengths, padding = request.lengths, request.attention_mask
     if pattern is None:
         seen = _evaluated(request)

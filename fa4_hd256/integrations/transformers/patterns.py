@@ -119,8 +119,7 @@ class _Value:
     def __add__(self, other: Any) -> _Value:
         return _sum(self, other, 1)
 
-    def __radd__(self, other: Any) -> _Value:
-        return _sum(self, other, 1)
+    __radd__ = __add__
 
     def __sub__(self, other: Any) -> _Value:
         return _sum(self, other, -1)
@@ -134,8 +133,7 @@ class _Value:
     def __abs__(self) -> _Magnitude:
         return _Magnitude(self)
 
-    def abs(self) -> _Magnitude:
-        return _Magnitude(self)
+    abs = __abs__
 
     def __le__(self, other: Any) -> Band:
         return _at_most_zero(self - other)

@@ -275,6 +275,7 @@ def _write_rows(
     slots: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
+    """Write new keys and values to caches in CPU memory, where vLLM's own kernel cannot."""
     used = slots >= 0
     block, row = slots[used] // caches[0].shape[1], slots[used] % caches[0].shape[1]
     for new, cache, scale in zip(rows, caches, scales):

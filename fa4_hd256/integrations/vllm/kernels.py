@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,7 @@ from vllm.v1.attention.backend import AttentionType
 from ...models import AttentionModel, Mask
 from ...run.ahead.needs import USES, Needs
 from ...run.catalogue import KernelSpec
-from ...warm import load
-from ..engines import engine_kernels
+from ..engines import engine_kernels, load_and_log
 
 _DECODE = "decode"
 #: The most queries of a request in a dense call.
@@ -27,14 +25,8 @@ MOST_DENSE = USES[_DECODE] or 0
 def warm_up(
     kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
 ) -> None:
-    made = load(kernels_of_layers(kv_cache_spec, layer_names, vllm_config, device), device)
-    logging.getLogger("fa4_hd256").info(
-        "%d kernels of %d layers, %d of them compiled, in %.1f s",
-        made.kernels,
-        len(layer_names),
-        made.compiled,
-        made.seconds,
-    )
+    specs = kernels_of_layers(kv_cache_spec, layer_names, vllm_config, device)
+    load_and_log(specs, device, f" of {len(layer_names)} layers")
 
 
 def kernels_of_layers(

@@ -232,6 +232,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return longest if is_few and longest * count == rows and not self.is_invariant else None
 
     def _by_causality(self, common: CommonAttentionMetadata) -> tuple[Requests, ...]:
+        """Return two calls of all requests. The host does not know the flags."""
         assert isinstance(common.causal, torch.Tensor)
         count, keys = common.seq_lens.shape[0], common.seq_lens
         if common.causal.shape != (count,):

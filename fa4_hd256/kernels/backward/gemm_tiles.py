@@ -21,12 +21,72 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...schedulers.carried import Carried
-from ...schedulers.order import TileProblem
+from ...schedulers.order import TileProblem, select
+from ..mask.masking import MaskKind
 from ..plan.edges import SharedByReference
 from .block_mask import BlockList, least_section
-from .common import BackwardContext, heads_of_part, heads_per_part
-from .ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
-from .gemm_order import GemmOrder
+from .common import BackwardContext as Context
+from .common import heads_of_part, heads_per_part
+from .ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs, count_blocks
+
+
+@dataclass(frozen=True)
+class GemmOrder(SharedByReference):
+    """The tiles of a part of a KV head's query heads. blocks_k, blocks_q: of 256 rows, of the
+    longest sequence. heads: query heads of a part."""
+
+    blocks_k: Any
+    blocks_q: Any
+    heads: Any
+    mask: MaskKind
+
+    @classmethod
+    def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> GemmOrder:
+        return cls(count_blocks(max_seqlen_k), count_blocks(max_seqlen_q), heads, mask)
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.blocks_k + self.heads * self.blocks_q
+
+    @property
+    def _both(self) -> Any:
+        """Return the number of tiles of dK that alternate with as many of dQ."""
+        of_queries = self.heads * self.blocks_q
+        return select(self.blocks_k < of_queries, self.blocks_k, of_queries)
+
+    def parts_at_once(self, clusters: Any) -> Any:
+        """Parts whose tiles are interleaved, on so many CTA pairs: as many as are at work at once
+        with all that are interleaved.  With more, tiles of a part would begin when others of it are
+        done, and what both read of dS came from HBM twice.  A tile of dK may be as long as several
+        of dQ; with fewer parts the last ones' would begin late.  With one query head per part all
+        tiles are interleaved, and those of a part begin closest together by themselves.
+        """
+        of_part = 2 * self._both
+        of_all = select(of_part < clusters, clusters, of_part)
+        return select(self.heads == 1, of_part, of_all) // of_part
+
+    def parts_at_last(self, clusters: Any) -> Any:
+        """Parts that end together, at least: every CTA pair has one of the interleaved tiles, or
+        the long ones of the last part would be waited for."""
+        of_part = 2 * self._both
+        return (clusters + of_part - 1) // of_part
+
+    def tile(self, number: Any) -> tuple[Any, Any, Any]:
+        """Return (whether it is of dK, block of its rows, if it is of dQ which query head of the
+        part). Tiles of the two kinds alternate as far as there are both; of either the longest come
+        first."""
+        both = self._both
+        takes_turns = number < 2 * both
+        of_keys = select(takes_turns, number % 2 == 0, self.blocks_k > both)
+        rank = select(takes_turns, number // 2, number - both)
+        key_block, head, query_block = rank, rank // self.blocks_q, rank % self.blocks_q
+        if self.mask.bounded_right:
+            query_block = self.blocks_q - 1 - query_block
+        elif self.mask.bounded_left:
+            key_block = self.blocks_k - 1 - key_block
+        if not isinstance(of_keys, bool):
+            of_keys = Boolean(of_keys)
+        return of_keys, select(of_keys, key_block, query_block), head
 
 
 @dataclass(frozen=True)
@@ -113,7 +173,7 @@ class GemmTiles:
         heads = heads_per_part(scalars, heads_per_kv)
         return GemmOrder.of(*lengths, heads, self.problem_class.mask)
 
-    def tile(self, context: BackwardContext, work: Any) -> ResultTile:
+    def tile(self, context: Context, work: Any) -> ResultTile:
         order = self._order(context.scalars, context.heads_per_kv)
         of_keys, block, nth = order.tile(work.block)
         first_head, num_heads = heads_of_part(context, work.head)
@@ -125,7 +185,7 @@ class GemmTiles:
             cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),
         )
 
-    def _limits(self, context: BackwardContext, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
+    def _limits(self, context: Context, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
         visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
         sides = (visibility.transposed(DS_TILE), visibility)
         count = (side.num_tiles(row, DS_BLOCK) for side in sides)
@@ -133,13 +193,13 @@ class GemmTiles:
         end = cutlass.select_(tile.of_keys, *last) + 1
         return end - cutlass.select_(tile.of_keys, *count), end
 
-    def _listed(self, context: BackwardContext, work: Any, tile: ResultTile) -> BlockList:
+    def _listed(self, context: Context, work: Any, tile: ResultTile) -> BlockList:
         """The tiles of dS of a row, where a block mask names them."""
         of_queries = self._order(context.scalars, context.heads_per_kv).blocks_k + tile.block
         row = cutlass.select_(tile.of_keys, tile.block, of_queries)
         return BlockList.of(context.sequences.tensors, work.batch, row)
 
-    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
+    def num_steps(self, context: Context, work: Any) -> Int32:
         """Pairs of a query head and a tile of dS in a row of them."""
         tile = self.tile(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):
@@ -147,7 +207,7 @@ class GemmTiles:
         begin, end = self._limits(context, work, tile)
         return (end - begin) * tile.num_heads
 
-    def first_position(self, context: BackwardContext, work: Any) -> Walk:
+    def first_position(self, context: Context, work: Any) -> Walk:
         """Start at the diagonal, NOTE [dS is read once]; of a list at its start."""
         tile, ds = self.tile(context, work), StoredDs.of(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):

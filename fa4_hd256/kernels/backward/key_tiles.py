@@ -19,7 +19,8 @@ from ...schedulers.protocol import WorkTile
 from ..limits import HEAD_DIM
 from ..mask.block_mask import MASK_TILE
 from .block_mask import BlockList, least_section
-from .common import BackwardContext, Step, heads_of_part, heads_per_part
+from .common import BackwardContext as Context
+from .common import Step, heads_of_part, heads_per_part
 from .ds_tiles import BLOCK_TILES, StoredDs
 
 
@@ -85,22 +86,22 @@ class KeyTiles:
             later_blocks_first=self.problem_class.bounded_left,
         )
 
-    def transposed(self, context: BackwardContext, work: Any) -> Any:
+    def transposed(self, context: Context, work: Any) -> Any:
         """Return the queries that see each key, as a transposed visibility."""
         step_queries = self.plan.step_columns
         return context.visibility(work, step_queries).transposed(step_queries)
 
-    def block_list(self, context: BackwardContext, work: Any) -> BlockList:
+    def block_list(self, context: Context, work: Any) -> BlockList:
         return BlockList.of(context.sequences.tensors, work.batch, work.block)
 
-    def query_tile(self, context: BackwardContext, work: Any, step: Step) -> Int32:
+    def query_tile(self, context: Context, work: Any, step: Step) -> Int32:
         if isinstance(step, ListedStep):
             return step.tile
         if self.problem_class.lists_steps:
             return self.block_list(context, work).steps_tile(step.index, self.tile_steps)
         return step.index
 
-    def row_of_ds(self, context: BackwardContext, work: Any) -> Int32:
+    def row_of_ds(self, context: Context, work: Any) -> Int32:
         """Return the offset from a step's index, counted in tiles, to the number of this CTA's dS
         tile behind a query head's first; of a kernel whose tiles are blocks of keys."""
         stored = StoredDs.of(context, work)
@@ -112,7 +113,7 @@ class KeyTiles:
     def tile_steps(self) -> int:
         return MASK_TILE // self.plan.step_columns
 
-    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
+    def num_steps(self, context: Context, work: Any) -> Int32:
         if cutlass.const_expr(self.problem_class.lists_steps):
             steps = self.block_list(context, work).written * self.tile_steps
             return steps * heads_of_part(context, work.head)[1]
@@ -120,7 +121,7 @@ class KeyTiles:
         steps = self.transposed(context, work).num_tiles(work.block * tile_keys, tile_keys)
         return steps * heads_of_part(context, work.head)[1]
 
-    def first_position(self, context: BackwardContext, work: Any) -> Step:
+    def first_position(self, context: Context, work: Any) -> Step:
         """The first step of a tile; in a list, its index there."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             end = self.block_list(context, work).written * self.tile_steps
@@ -136,7 +137,7 @@ class KeyTiles:
     @cute.jit
     def load_stats(
         self,
-        context: BackwardContext,
+        context: Context,
         name: str,
         place: tuple[WorkTile, Any],
         target: tuple[cute.Pointer, cute.Tensor],

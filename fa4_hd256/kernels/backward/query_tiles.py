@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from ...schedulers.order import TileProblem, section_heads_for
 from ..limits import HEAD_DIM
-from .common import BackwardContext
+from .common import BackwardContext as Context
 
 
 class QueryTiles:
@@ -43,12 +43,12 @@ class QueryTiles:
             later_blocks_first=self.problem_class.bounded_right,
         )
 
-    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
+    def num_steps(self, context: Context, work: Any) -> Int32:
         rows = self.plan.tile_rows
         visibility = context.visibility(work, self.plan.step_columns)
         return visibility.num_tiles(work.block * rows, rows)
 
-    def first_position(self, context: BackwardContext, work: Any) -> Int32:
+    def first_position(self, context: Context, work: Any) -> Int32:
         """The step that is worked on first, the last one of those that are seen."""
         rows = self.plan.tile_rows
         visibility = context.visibility(work, self.plan.step_columns)
@@ -57,5 +57,5 @@ class QueryTiles:
     def next_position(self, step: Int32) -> Int32:
         return step - 1
 
-    def result_rows(self, context: BackwardContext, work: Any) -> Any:
+    def result_rows(self, context: Context, work: Any) -> Any:
         return context.sequences.query(work.batch)

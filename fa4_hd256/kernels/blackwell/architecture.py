@@ -14,8 +14,7 @@ from ..kernel_set import MXFP8, BackwardKernel, BackwardSet, KernelSet, KeyKerne
 from ..rows.sequences import PADDING
 from . import tuning
 from .decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4, DecodeConfig
-from .forward.config import TILES, ForwardConfig
-from .forward.e4m3_config import E4M3_CONFIG, E4M3_TILES
+from .forward.config import E4M3_CONFIG, E4M3_TILES, TILES, ForwardConfig
 from .forward.mxfp8_config import MXFP8_CONFIG, MXFP8_TILES
 from .pair_plan import BLOCK_KV, CTAS
 
@@ -66,7 +65,7 @@ KERNELS = KernelSet(
     },
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
-    e4m3_configs=("forward.e4m3_config:E4m3ForwardConfig", "forward.mxfp8_config:Mxfp8Config"),
+    e4m3_configs=("forward.config:E4m3ForwardConfig", "forward.mxfp8_config:Mxfp8Config"),
     backward_config="backward.config:BackwardConfig",
     tuned=tuned,
     # Tiles of few rows come first: NOTE [keys as M] in `decode.config`.

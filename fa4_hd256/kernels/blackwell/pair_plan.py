@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...schedulers.protocol import CLC_SMEM_BYTES, CLUSTER_SIZE
 from ..plan import budgets
 from ..plan.budgets import SmemRegion
-from ..plan.edges import EdgeTable
+from ..plan.edges import Edge, EdgeTable, Signal
 
 CTAS = CLUSTER_SIZE
 BLOCK_Q = 128  # query rows of one CTA
@@ -18,6 +20,16 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
     barriers, scheduler = budgets.common_regions(edges, CLC_SMEM_BYTES)
     address = SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc")
     return barriers, address, scheduler
+
+
+def with_scale_bytes(edges: EdgeTable, pair_bytes: int) -> list[Edge]:
+    """Return edges whose loads of both CTAs bring so many bytes of scales, too."""
+    return [
+        replace(edge, transaction_bytes=edge.transaction_bytes + pair_bytes)
+        if edge.signal is Signal.TMA_PAIR
+        else edge
+        for edge in edges.edges
+    ]
 
 
 def check_ring(name: str, stages: int) -> None:

@@ -14,12 +14,12 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...schedulers.protocol import WorkTile
-from ..block_scales import ATOM_BYTES, ATOM_ROWS, ATOMS
+from ..block_scales import ATOM_BYTES, ATOM_ROWS, ATOMS, SCALE_ALIGNMENT
 from ..limits import FLOAT_BYTES, WARP_SIZE
 from ..operands import LoadTarget, SharedMemory, TmaTensor, load_box
 
 #: Words of an atom, and bytes that the buffers of scales are aligned to.
-ATOM_WORDS, SCALE_ALIGNMENT = ATOM_BYTES // FLOAT_BYTES, 128
+ATOM_WORDS = ATOM_BYTES // FLOAT_BYTES
 
 
 class ScaleTiles:

@@ -37,7 +37,8 @@ from ..rows.sequences import (
     clipped_view,
     sequence_tensors,
 )
-from .context import ForwardContext, ForwardKernelTensors
+from .context import ForwardContext as Context
+from .context import ForwardKernelTensors
 from .keys import KeySource
 
 
@@ -234,11 +235,11 @@ class ForwardCommon:
     def lists_steps(self) -> bool:
         return self.problem_class.lists_steps
 
-    def step_list(self, context: ForwardContext, work: Any) -> StepList:
+    def step_list(self, context: Context, work: Any) -> StepList:
         parts = MASK_TILE // self.config.block_kv
         return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
 
-    def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
+    def sink_log2(self, context: Context, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
         the first has it."""
         if cutlass.const_expr(context.sink is None):
@@ -250,7 +251,7 @@ class ForwardCommon:
 
     def store_lse(
         self,
-        context: ForwardContext,
+        context: Context,
         work: Any,
         place: tuple[Int32, Int32],
         softmax: Any,

@@ -64,6 +64,7 @@ class ForwardContext(KernelContext):
 
     @property
     def listed(self) -> PartList | None:
+        """The list of all parts, None where each batch entry has as many."""
         words = self.sequences.tensors.part_list
         return None if words is None else PartList(words, self.num_splits)
 

@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32
 from ...schedulers.protocol import WorkTile
 from ..plan.edges import SharedByReference
 from ..problem_class import query_rows
-from .context import ForwardContext
+from .context import ForwardContext as Context
 
 BARRIER = 1  # the softmax's named barrier
 
@@ -56,7 +56,8 @@ def combine_warps(
 
 
 @cute.jit
-def sum_of_row(context: ForwardContext, row: Int32, warps: int) -> Float32:
+def sum_of_row(context: Context, row: Int32, warps: int) -> Float32:
+    """Return the sum of a row over all keys, which the warps have shared."""
     total = Float32(0.0)
     for warp in range(warps):
         total = total + context.smem["sums"][row, warp]
@@ -91,11 +92,11 @@ class TileRows(SharedByReference):
     def first_query(self, work: WorkTile) -> Int32:
         return work.block * self.queries
 
-    def num_steps(self, context: ForwardContext, work: WorkTile) -> Int32:
+    def num_steps(self, context: Context, work: WorkTile) -> Int32:
         visibility = context.visibility(work, self.block_kv)
         return visibility.num_tiles(self.first_query(work), self.queries)
 
-    def place(self, context: ForwardContext, work: WorkTile, row: Int32) -> RowPlace:
+    def place(self, context: Context, work: WorkTile, row: Int32) -> RowPlace:
         query = self.first_query(work) + row // self.of_query
         in_group = row % self.of_query
         exists = query < context.query(work).length

@@ -36,7 +36,7 @@ from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
 from ..rows.lanes import lane_columns
 from ..rows.sequences import scale_of
-from .context import ForwardContext
+from .context import ForwardContext as Context
 from .decode_rows import TileRows
 from .gathered import page_sizes
 
@@ -74,7 +74,7 @@ class ScaledRows(SharedByReference):
     is_packed: bool = False
 
     @cute.jit
-    def load(self, context: ForwardContext, scheduler_class: Any):
+    def load(self, context: Context, scheduler_class: Any):
         """Role of the warp that loads each tile's rows, as they are."""
         state = context.barriers["q_free"].edge.waiter_state()
         scheduler = scheduler_class.create(context.order, context.channel)
@@ -88,7 +88,7 @@ class ScaledRows(SharedByReference):
 
     @traced("load Q")
     @cute.jit
-    def _load_tile(self, context: ForwardContext, work: WorkTile, state: RingState):
+    def _load_tile(self, context: Context, work: WorkTile, state: RingState):
         loaded, memory = context.barriers[self.loaded], context.smem[self.memory]
         context.barriers["q_free"].wait(state)
         loaded.expect_bytes(state)
@@ -99,7 +99,7 @@ class ScaledRows(SharedByReference):
         return state
 
     @cute.jit
-    def scale(self, context: ForwardContext, stage: Int32):
+    def scale(self, context: Context, stage: Int32):
         """Bring this warp's rows to their ranges, with scales; readable when all warps have met."""
         rows, warps = self.rows.count, len(self.warps)
         warp = cute.arch.thread_idx()[0] // WARP_SIZE - self.warps[0]
@@ -116,7 +116,7 @@ class ScaledRows(SharedByReference):
         cute.arch.fence_view_async_shared()
 
     def _scale_some(
-        self, context: ForwardContext, first: Any, atom: Any, count: int, stage: Int32
+        self, context: Context, first: Any, atom: Any, count: int, stage: Int32
     ) -> None:
         """Rows from `first` on of the rows of an atom of the swizzle."""
         rows = [(first + i, atom) for i in range(count)]
@@ -125,7 +125,7 @@ class ScaledRows(SharedByReference):
         for row, elements in zip(rows, values, strict=True):
             self._scale_row(context, row, elements, stage)
 
-    def _load_row(self, context: ForwardContext, row: tuple[Any, Any], stage: Int32) -> cute.Tensor:
+    def _load_row(self, context: Context, row: tuple[Any, Any], stage: Int32) -> cute.Tensor:
         """Load this lane's elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem[self.memory][row, None, stage]
@@ -150,7 +150,7 @@ class ScaledRows(SharedByReference):
         return scaled
 
     def _scale_row(
-        self, context: ForwardContext, row: tuple[Any, Any], values: cute.Tensor, stage: Int32
+        self, context: Context, row: tuple[Any, Any], values: cute.Tensor, stage: Int32
     ) -> None:
         """Store a row to shared memory, with its scale."""
         elements = self._as_floats(values)
@@ -172,6 +172,7 @@ class ScaledRows(SharedByReference):
 
 
 def _larger(first: Float32, second: Float32) -> Float32:
+    """The larger of the absolute values; of a number and NaN the number."""
     return cute.arch.fmax(cute.math.absf(first), cute.math.absf(second))
 
 
@@ -226,7 +227,7 @@ class KeyScales(SharedByReference):
     def of_tiles(self) -> bool:
         return bool(self.problem_class.descale) and not self.of_pages
 
-    def softmax_scale(self, context: ForwardContext) -> Float32:
+    def softmax_scale(self, context: Context) -> Float32:
         """Return what the softmax multiplies scores with.  With scales of pages scores are
         exponents of 2 before it has them."""
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
@@ -245,7 +246,7 @@ class KeyScales(SharedByReference):
             softmax.v_scale.fill(1.0)
 
     @cute.jit
-    def enter(self, context: ForwardContext, softmax: Any, work: Any, key: Int32):
+    def enter(self, context: Context, softmax: Any, work: Any, key: Int32):
         """The scales of the tile, or of the first step's keys.  key: this thread's first one."""
         if cutlass.const_expr(self.of_pages):
             softmax.key[0] = key
@@ -255,7 +256,7 @@ class KeyScales(SharedByReference):
             softmax.v_scale[0] = scale_of(context.v_descale, batch, head)
             softmax.k_scale[0] = softmax.k_scale[0] * scale_of(context.k_descale, batch, head)
 
-    def _load_next(self, context: ForwardContext, softmax: Any, work: Any) -> None:
+    def _load_next(self, context: Context, softmax: Any, work: Any) -> None:
         """The scales of this thread's keys in the next step, loaded a step ahead."""
         block = self.rows.block_kv
         visibility = context.visibility(work, block)
@@ -280,7 +281,7 @@ class KeyScales(SharedByReference):
             softmax.coming[2 * number + 1] = scale_of(context.v_descale, page, head)
         softmax.key[0] = softmax.key[0] - block
 
-    def take(self, context: ForwardContext, softmax: Any, work: Any) -> list[Float32]:
+    def take(self, context: Context, softmax: Any, work: Any) -> list[Float32]:
         """Take the pages' scales of this step's keys: V's go into the softmax, K's are returned."""
         keys = range(len(self.key_steps))
         k_scales = [softmax.coming[2 * number] for number in keys]

@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from ..operands import LoadTarget, load_tile
 from ..rows.sequences import SequenceTensors, TilePlace
-from .context import ForwardContext
+from .context import ForwardContext as Context
 
 #: A KV tile: its number, or where its rows lie, such as a `PagedTile`.
 KvTile: TypeAlias = Any
@@ -46,9 +46,7 @@ class KeySource:
     def tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
         return self.kernel.tma_tensor(name, view, copy)
 
-    def first(
-        self, context: ForwardContext, work: Any, visibility: Any, first_query: Any
-    ) -> KvTile:
+    def first(self, context: Context, work: Any, visibility: Any, first_query: Any) -> KvTile:
         """Return the KV tile that is worked on first, the last one that is seen.  first_query: of
         the tile."""
         return visibility.last_tile(first_query, self.kernel.tile_queries)
@@ -59,14 +57,14 @@ class KeySource:
     def first_row(self, kv_tile: KvTile) -> Int32 | int:
         return kv_tile * self.block_kv
 
-    def rows(self, context: ForwardContext, work: Any, kv_tile: KvTile) -> Any:
+    def rows(self, context: Context, work: Any, kv_tile: KvTile) -> Any:
         return context.key(work)
 
 
 class ListedKeys(KeySource):
     """Keys whose KV tiles a block mask lists; a KV tile is a `ListedTile`."""
 
-    def first(self, context: ForwardContext, work: Any, visibility: Any, first_query: Any) -> Any:
+    def first(self, context: Context, work: Any, visibility: Any, first_query: Any) -> Any:
         return self.kernel.step_list(context, work).first()
 
     def next(self, kv_tile: KvTile) -> Any:

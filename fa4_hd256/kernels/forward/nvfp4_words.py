@@ -15,7 +15,7 @@ from cutlass import Int32, Uint32
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..nvfp4_format import NVFP4_BLOCK
 from ..operands import ROW_BYTES
-from ..rows.copied import PIECE_BYTES, copy_row
+from ..rows.lanes import PIECE_BYTES, copy_row
 from ..rows.sequences import by_sequence
 from .context import ForwardKernelTensors
 from .gathered import NO_PAGE

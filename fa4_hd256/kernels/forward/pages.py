@@ -41,7 +41,7 @@ from cutlass import Int32
 from ..operands import LoadTarget, TmaTensor, load_box
 from ..plan.edges import SharedByReference
 from ..rows.sequences import FirstPage, Sequence, SequenceTensors, TilePlace, clip, clipped_box
-from .context import ForwardContext
+from .context import ForwardContext as Context
 from .keys import KeySource
 
 #: Bits of a box's clipped rows beside its end, more than any box has.
@@ -200,14 +200,12 @@ class KeysInPages(KeySource):
     def box_rows(self, rows: int) -> int:
         return math.gcd(self.page_size, self.kernel.load_keys)
 
-    def first(
-        self, context: ForwardContext, work: Any, visibility: Any, first_query: Any
-    ) -> PlacedTile:
+    def first(self, context: Context, work: Any, visibility: Any, first_query: Any) -> PlacedTile:
         last, batch = super().first(context, work, visibility, first_query), context.batch(work)
         return self.of_entry(context, work, batch, visibility, first_query).at(last)
 
     def of_entry(
-        self, context: ForwardContext, work: Any, batch: Int32, visibility: Any, first_query: Any
+        self, context: Context, work: Any, batch: Int32, visibility: Any, first_query: Any
     ) -> Any:
         table = context.sequences.tensors.page_table[batch, None]
         sizes = self.page_size, self.box_rows(self.block_kv), self.block_kv
@@ -220,5 +218,5 @@ class KeysInPages(KeySource):
     def first_row(self, kv_tile: PlacedTile) -> int:
         return 0
 
-    def rows(self, context: ForwardContext, work: Any, kv_tile: PlacedTile) -> PlacedTile:
+    def rows(self, context: Context, work: Any, kv_tile: PlacedTile) -> PlacedTile:
         return kv_tile

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ...softmax_emu.online import soft_cap
-from ..context import KernelContext
+from ..context import KernelContext as Context
 from ..mask.block_mask import FULL, NOTHING
 from ..mask.masking import WORD_BITS
 from ..plan.edges import SharedByReference
@@ -254,18 +254,18 @@ class KernelFunctions(SharedByReference):
         return self.change.by_place or self.mask_function.exists
 
     def score_places(
-        self, context: KernelContext, work: Any, locate: Locate, keys_exist: bool = False
+        self, context: Context, work: Any, locate: Locate, keys_exist: bool = False
     ) -> ScorePlaces | None:
         """Return the `ScorePlaces` of a tile, None where no change depends on these."""
         if not self.change.by_place:
             return None
         return self._places_for(context, work, locate, keys_exist, 0)
 
-    def mask_places(self, context: KernelContext, work: Any, locate: Locate) -> ScorePlaces:
+    def mask_places(self, context: Context, work: Any, locate: Locate) -> ScorePlaces:
         return self._places_for(context, work, locate, False, 1)
 
     def _places_for(
-        self, context: KernelContext, work: Any, locate: Locate, keys_exist: bool, kind: int
+        self, context: Context, work: Any, locate: Locate, keys_exist: bool, kind: int
     ) -> ScorePlaces:
         batch = context.batch(work)
         first_page = context.first_page(batch)

@@ -20,7 +20,7 @@ from ..forward.context import ForwardContext, ForwardKernelTensors
 from ..forward.gathered import NO_PAGE, GatheredRows, GatheredTile
 from ..limits import ELEMENT_BYTES, WARP_SIZE
 from ..plan.edges import RingState
-from ..rows.copied import BLOCK_BYTES, PIECE_BYTES, copy_row
+from ..rows.lanes import BLOCK_BYTES, PIECE_BYTES, copy_row
 
 BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES
 #: Rows of a warp's copy.

@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 from ..limits import HEAD_DIM, WARP_SIZE
 from ..operands import ATOM_ROWS, BLOCK_COLUMNS, ROW_BYTES
-from ..rows.copied import PIECE_BYTES
+from ..rows.lanes import PIECE_BYTES
 from ..rows.output_gate import Columns
 from .instructions import COLUMN_GROUP, QUAD, ROWS, WARPGROUP_THREADS, rows_of, transpose_quad
 

@@ -40,6 +40,7 @@ class MaskKind:
 
     @property
     def hides_first(self) -> bool:
+        """Return True if rows may not see the first keys of a KV tile."""
         return self.bounded_left or self.padded_pages > 0
 
 
@@ -65,6 +66,7 @@ class TileRange:
 
     @property
     def num_masked_first(self) -> Int32:
+        """Tiles at the end of the range, worked on first: the diagonal, the sequence's end."""
         return self.end - self.unmasked_end
 
     @property
@@ -73,6 +75,7 @@ class TileRange:
 
     @property
     def num_masked_last(self) -> Int32:
+        """Tiles at the start of the range: the left edge of a window, the sequence's first key."""
         return self.unmasked_begin - self.begin
 
 

@@ -293,6 +293,8 @@ class Run:
         return True
 
     def _multiplying(self, role: tuple[str, int]) -> tuple[int, ...]:
+        """The CTAs whose memory the MMAs take that an MMA warp issues, and whose barriers its
+        commits signal."""
         return (role[1],) if (MMA, CTAS[-1]) in self.programs else CTAS
 
     def _multiply(self, role: tuple[str, int], operation: RoleOperation) -> None:
@@ -328,6 +330,8 @@ class Run:
         return True
 
     def _arrive_role(self, role: tuple[str, int], operation: RoleOperation) -> None:
+        """Record the arrival of a role's warps.  On the other CTA's barrier it happens some time
+        after the instruction; on the own one at once."""
         edge, last = self.edges[operation.edge], self.last[role]
         if edge.producer not in (role[0], self.whole.get(role[0])):
             raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")

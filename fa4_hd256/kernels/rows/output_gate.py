@@ -59,6 +59,7 @@ def neighbours(begin: Any, count: int) -> list[Columns]:
 
 
 def gated(value: Float32, of_row: Any, column: Int32) -> Float32:
+    """value * sigmoid(gate) of one column. of_row: `row_of_gate`."""
     gate = of_row[column] if isinstance(of_row, cute.Tensor) else of_row
     return value * sigmoid(gate.to(Float32))
 

@@ -164,6 +164,8 @@ class Sequences(SharedByReference):
         return Sequence(rows.offset + before, rows.length - before, entry)
 
     def padded_query_offset(self, batch: Int32) -> Int32:
+        """Return the first row of a batch entry in tensors with padded query rows (see
+        `run.backward_arguments.padded_rows`)."""
         cu_seqlens = self.tensors.cu_seqlens_q
         if cutlass.const_expr(cu_seqlens is None):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)

@@ -12,6 +12,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,8 +24,7 @@ from cutlass import Float32, Int32
 
 from ..e4m3_codes import WORD_CODES, codes_of
 from ..limits import HEAD_DIM, WARP_SIZE
-from ..nvfp4_codes import quantized
-from ..nvfp4_format import NVFP4, NVFP4_BLOCK
+from ..nvfp4_format import E2M1_LARGEST, E2M1_MIDPOINTS, NVFP4, NVFP4_BLOCK
 from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.sequences import by_sequence, columns_of, scale_of
@@ -48,10 +48,6 @@ class RotaryClass:
     interleaved: bool
     ordered: bool
     packed: bool
-
-    @property
-    def table_type(self) -> Any:
-        return {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[self.table_dtype]
 
 
 @dataclass(frozen=True)
@@ -163,6 +159,7 @@ class RotaryRows:
     def _angles(
         self, tables: RotaryTables, position: Int32, begin: Int32, count: int
     ) -> tuple[list[Float32], list[Float32]]:
+        """Cosines and sines of `count` columns, NaN at a position that the tables have not."""
         is_known = (position >= 0) & (position < cute.size(tables.cos, mode=[0]))
         row = cutlass.select_(is_known, position, Int32(0))
         found = []
@@ -348,6 +345,8 @@ class AppendKernel:
     def _place(
         self, cache: cute.Tensor, tables: AppendTables, sequence: Int32, position: Int32
     ) -> tuple[Int32, Int32, Any]:
+        """Return (entry of the cache, row of it, whether there is such a one) of a position in a
+        sequence."""
         rows, _, _, entries = cache.shape
         if cutlass.const_expr(not self.problem_class.paged):
             return sequence, position, (position >= 0) & (position < rows)
@@ -367,6 +366,8 @@ class AppendKernel:
         cute.autovec_copy(values, columns_of(row, cute.arch.lane_idx() * columns, columns))
 
     def _quantized(self, values: cute.Tensor, scale: Float32) -> tuple[Int32, Int32]:
+        """Return (codes of this lane's columns, scales of two blocks, in lanes of a multiple of
+        4)."""
         codes, block_scale = quantized([Float32(values[i]) for i in range(LANE_COLUMNS)], scale)
         following = cute.arch.shuffle_sync_bfly(block_scale, offset=BLOCK_LANES)
         return codes, block_scale | (following << 8)
@@ -421,3 +422,61 @@ def _place_of(index: Int32, rows: cute.Tensor) -> tuple[Int32, Int32, Int32]:
     """Return (row, head, batch entry) of one of `_rows_of`; the heads of a row are neighbours."""
     seqlen, _, heads, _ = rows.shape
     return index // heads % seqlen, index % heads, index // heads // seqlen
+
+
+# ---------------------------------------------------------------- NVFP4
+
+CODE_BITS = 4
+
+
+def quantized(values: list[Float32], scale: Float32) -> tuple[Int32, Int32]:
+    """Return (codes, the block's scale in e4m3) of a lane's 8 values and those of its neighbour:
+    `quantize.nvfp4` NOTE [NVFP4]. scale: the global one. For a whole warp."""
+    largest = functools.reduce(_larger, values, Float32(0.0))
+    largest = _larger(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
+    zero = Float32(0.0)
+    # Saturates at 448; NaN stays NaN.
+    block_scale = codes_of([largest / (Float32(E2M1_LARGEST) * scale), zero, zero, zero])
+    step = _float_of(block_scale) * scale
+    codes = Int32(0)
+    for number, value in enumerate(values):
+        quotient = cutlass.select_(step == zero, zero, value / step)
+        codes = codes | (_code(quotient) << (CODE_BITS * number))
+    return codes, block_scale
+
+
+def _larger(first: Float32, second: Any) -> Float32:
+    """The larger of a value and an absolute value, NaN if either is: max.NaN.f32 (PTX ISA
+    9.7.3.13)."""
+    return cute.arch.inline_ptx(
+        "{.reg .f32 absolute;\nabs.f32 absolute, {$r1};\nmax.NaN.f32 {$w0}, {$r0}, absolute;}",
+        write_only_types=[Float32],
+        read_only_args=[first, Float32(second)],
+    )
+
+
+def _float_of(code: Int32) -> Float32:
+    """The value of an e4m3 in the low byte of a word."""
+    return cute.arch.inline_ptx(
+        "{.reg .b16 low, high, value, other;\n"
+        ".reg .b32 pair;\n"
+        "mov.b32 {low, high}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 pair, low;\n"
+        "mov.b32 {value, other}, pair;\n"
+        "cvt.f32.f16 {$w0}, value;}",
+        write_only_types=[Float32],
+        read_only_args=[code],
+    )
+
+
+def _code(value: Float32) -> Int32:
+    """The nearest e2m1, of NaN that of 0."""
+    absolute, code = cute.math.absf(value), Int32(0)
+    for midpoint, goes_up in E2M1_MIDPOINTS:
+        exceeds = absolute >= midpoint if goes_up else absolute > midpoint
+        code = code + cutlass.select_(exceeds, Int32(1), Int32(0))
+    bits = cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+    sign = cutlass.select_((value == value) & (bits < 0), Int32(1 << (CODE_BITS - 1)), Int32(0))
+    return code | sign

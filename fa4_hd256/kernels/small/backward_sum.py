@@ -12,9 +12,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
+from ..problem_class import ELEMENT_TYPES
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.sequences import by_sequence
 
@@ -27,9 +29,9 @@ class SumConfig:
 class SumKernel:
     """Launch with `__call__`, under `cute.compile`. dtype: of the results."""
 
-    def __init__(self, config: SumConfig, dtype: Any) -> None:
+    def __init__(self, config: SumConfig, dtype: torch.dtype) -> None:
         self.config = config
-        self.dtype = dtype
+        self.dtype = ELEMENT_TYPES[dtype]
 
     @cute.jit
     def __call__(

@@ -130,6 +130,7 @@ class CombineKernel:
         multiply_by_gate(values, of_row, neighbours(begin, cute.size(values)))
 
     def _keep_alone(self) -> None:
+        """Shared memory that nobody uses, where one CTA is to have an SM."""
         if self.config.alone:
             SmemAllocator().allocate(ALONE_BYTES)
 
@@ -391,6 +392,7 @@ class RaggedCombineKernel(CombineKernel):
     def _refuse_row(
         self, results: tuple[cute.Tensor, ...], place: tuple[Int32, Int32, Int32]
     ) -> None:
+        """NaN in one row.  place: (row, head, batch entry)."""
         (out, lse), (row, head, batch) = results[:2], place
         values = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         values.fill(math.nan)

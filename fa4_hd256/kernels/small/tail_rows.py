@@ -124,6 +124,7 @@ class TailKernel:
 
     @cute.jit
     def _found_wrong(self, tensors: TailTensors, bounds: TailBounds) -> Boolean:
+        """Return True if this thread's sequences contradict the bounds: NOTE [wrong lengths]."""
         thread, _, _ = cute.arch.thread_idx()
         threads, own = self.config.num_warps * WARP_SIZE, self.problem_class
         is_wrong = Boolean(False)
@@ -184,6 +185,7 @@ class TailKernel:
 
     @cute.jit
     def _fill(self, result: cute.Tensor, offsets: Any, lse: Any, is_wrong: Boolean) -> None:
+        """Zeros behind the last offset; NaN in all rows where lengths are wrong."""
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -25,9 +25,7 @@ from ...call.forward_problem import (
     Problem,
     choose_tiles,
     is_masked,
-    tiles_for_keys,
-    tiles_for_masks,
-    tiles_for_max_logits,
+    usable_tiles,
 )
 from ...call.memory import View
 from ...call.mxfp8_gradients import CODES, SCALES
@@ -420,10 +418,8 @@ def _problems(
         if is_masked(ragged):
             if not any(tiles.takes_lists for tiles in known):
                 continue  # no such call is accepted
-            known, masks = tiles_for_masks(known, architecture), (FULL,)
-        if max_logits:
-            known = tiles_for_max_logits(known, architecture)
-        known = tiles_for_keys(known, ragged, architecture)
+            masks = (FULL,)
+        known = usable_tiles(known, architecture, ragged, max_logits)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
         descales = _descales(kv_dtype, PAGE_TABLE in ragged and q_dtype is None)
         descales = (OF_BLOCKS,) if is_mxfp8 else descales
@@ -598,6 +594,7 @@ _WANTED = Wanted(dkdv=False), Wanted(dq=False), Wanted()
 
 
 def _of_one_row(forward: Problem) -> Problem:
+    """Return a forward as its gradients have it, which know nothing of its tiles."""
     return replace(
         forward,
         q_shape=(1, 1, *forward.q_shape[2:]),

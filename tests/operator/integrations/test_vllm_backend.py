@@ -33,6 +33,7 @@ from vllm_steps import (
     place,
 )
 
+from fa4_hd256.integrations import engines
 from fa4_hd256.integrations.vllm import kernels, plugin
 from fa4_hd256.integrations.vllm.backend import Backend, Impl
 from fa4_hd256.integrations.vllm.metadata import Builder
@@ -275,7 +276,7 @@ def test_the_builder_compiles_them(config, monkeypatch):
     """All of them, and where vLLM's option is off none."""
     layer, loaded = layer_of(config), []
     monkeypatch.setattr(
-        kernels, "load", lambda specs, place: loaded.append(specs) or WarmUp(len(specs), 0, 0.0)
+        engines, "load", lambda specs, place: loaded.append(specs) or WarmUp(len(specs), 0, 0.0)
     )
     builder_of(config, layer)
     assert not loaded

@@ -13,7 +13,7 @@ from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx, hazar
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
-from fa4_hd256.kernels.blackwell.forward.e4m3_config import E4M3_CONFIG
+from fa4_hd256.kernels.blackwell.forward.config import E4M3_CONFIG
 from fa4_hd256.kernels.blackwell.forward.mxfp8_config import MXFP8_CONFIG
 from fa4_hd256.kernels.block_scales import SCALE_BLOCK
 from fa4_hd256.kernels.nvfp4_format import NVFP4

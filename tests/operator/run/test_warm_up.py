@@ -30,8 +30,7 @@ from fa4_hd256.call.forward_problem import (
     Problem,
     choose_tiles,
     is_masked,
-    tiles_for_masks,
-    tiles_for_max_logits,
+    usable_tiles,
 )
 from fa4_hd256.call.operator_arguments import (
     BackwardTensors,
@@ -77,7 +76,7 @@ def calls(model, architecture, generator, count):
         ragged, mask = FORMS[pick(list(FORMS))], pick(model.masks)
         usable = known
         if is_masked(ragged):
-            mask, usable = Mask(False), tiles_for_masks(known, architecture)
+            mask, usable = Mask(False), usable_tiles(known, architecture, ragged)
         tiles, packed = choose_tiles(usable, group, queries, ragged)
         is_packed = "cu_seqlens_q" in ragged
         shape = (1, batch * queries) if is_packed else (batch, queries)
@@ -187,7 +186,7 @@ def test_greatest_logits(arch):
     ):
         problem = problem_of(
             arch, model, mask, queries, FORMS["packed"],
-            lambda tiles: tiles_for_max_logits(tiles, TARGETS[arch].architecture), use_clc,
+            lambda tiles: usable_tiles(tiles, TARGETS[arch].architecture, max_logits=True), use_clc,
             options={"max_logits": True}, num_splits=parts,
         )  # fmt: skip
         found.add(forward_spec(problem, gpu(*GPUS[arch][0])))

@@ -20,8 +20,7 @@ from ...context import CLAIM_STEPS, KernelParts, schedule, want_next_tile_if
 from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
 from ...operands import TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import CallScalars, GradientClass
 from ...ranges import traced
 from ...rows.sequences import Sequence as RowSequence

@@ -58,10 +58,10 @@ class BackwardWarpPlan(WarpPlan):
 
 
 @dataclass(frozen=True)
-class DqPlan:
-    """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step.
+class RingPlan:
+    """Plan of a kernel whose passing operands share a ring.
 
-    ring_stages: buffers of the ring that K (twice, see `dq`) and V share.
+    ring_stages: buffers of the ring.
     polls: whether waits of each step, not those of a tile, have no time hint
         (`EdgeTable.polling`).
     """
@@ -70,13 +70,26 @@ class DqPlan:
     polls: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
-    tile_rows: ClassVar[int] = TILE_Q
-    step_columns: ClassVar[int] = BLOCK_KV
+    step_columns: ClassVar[int]
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_ring("ring_stages", self.ring_stages)
         check_budgets(self)
+
+    @property
+    def stats_bytes(self) -> int:
+        """LSE, or delta, of the queries of one step."""
+        return self.step_columns * FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class DqPlan(RingPlan):
+    """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step; K (twice, see `dq`)
+    and V share the ring."""
+
+    tile_rows: ClassVar[int] = TILE_Q
+    step_columns: ClassVar[int] = BLOCK_KV
 
     @property
     def query_bytes(self) -> int:
@@ -178,30 +191,14 @@ def _score_edges(gradient: int) -> tuple[Edge, ...]:
 
 
 @dataclass(frozen=True)
-class DkdvPlan:
-    """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
-
-    ring_stages: buffers of the ring that Q and dO (each twice, see `dkdv`) share.
-    polls: whether waits of each step, not those of a tile, have no time hint
-        (`EdgeTable.polling`).
-    """
+class DkdvPlan(RingPlan):
+    """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass; Q and dO (each twice,
+    see `dkdv`) share the ring."""
 
     ring_stages: int = 4
-    polls: bool = False
-    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = BLOCK_KV
     step_columns: ClassVar[int] = TILE_Q
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_ring("ring_stages", self.ring_stages)
-        check_budgets(self)
-
-    @property
-    def stats_bytes(self) -> int:
-        """LSE, or delta, of one unit."""
-        return self.step_columns * FLOAT_BYTES
 
     @property
     def smem(self) -> SmemPlan:
@@ -267,16 +264,11 @@ class DkdvPlan:
 
 
 @dataclass(frozen=True)
-class DvPlan:
-    """The kernel of dV and dS: 256 keys of a pair stay, 128 queries pass in each step.
-
-    ring_stages: buffers of the ring that Q and dO (twice, see `dv`) share.
-    polls: whether waits of each step, not those of a tile, have no time hint
-        (`EdgeTable.polling`).
-    """
+class DvPlan(RingPlan):
+    """The kernel of dV and dS: 256 keys of a pair stay, 128 queries pass in each step; Q and dO
+    (twice, see `dv`) share the ring."""
 
     ring_stages: int = 6
-    polls: bool = False
     # With 56 the load warp of packed sequences spills.
     warps: BackwardWarpPlan = field(
         default_factory=lambda: BackwardWarpPlan(registers_gradient=216, registers_other=72)
@@ -286,20 +278,10 @@ class DvPlan:
     tile_rows: ClassVar[int] = DS_BLOCK
     step_columns: ClassVar[int] = DS_TILE
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_ring("ring_stages", self.ring_stages)
-        check_budgets(self)
-
     @property
     def key_bytes(self) -> int:
         """One CTA's K, or V, of one tile."""
         return self.tile_rows // CTAS * HEAD_DIM * ELEMENT_BYTES
-
-    @property
-    def stats_bytes(self) -> int:
-        """LSE, or delta, of one step."""
-        return self.step_columns * FLOAT_BYTES
 
     @property
     def smem(self) -> SmemPlan:
@@ -370,6 +352,7 @@ class ProductsPlan:
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     accumulators: ClassVar[int] = 2
+    step_bytes: ClassVar[int] = DS_TILE_BYTES + TILE_BYTES  # that a CTA loads
     tile_rows: ClassVar[int] = DS_BLOCK
     step_columns: ClassVar[int] = DS_TILE
 
@@ -410,7 +393,7 @@ class ProductsPlan:
         edges = EdgeTable(
             (
                 Edge("step_loaded", self.stages, tma, "load", 1, "mma", "dS and rows in SMEM",
-                     transaction_bytes=CTAS * (DS_TILE_BYTES + TILE_BYTES)),
+                     transaction_bytes=CTAS * self.step_bytes),
                 Edge("step_free", self.stages, commit, "mma", 1, "load",
                      "buffers of dS and rows: their MMAs are done", True),
                 Edge("sum_done", stages, commit, "mma", 1, "gradient", "the tile's sum in TMEM"),

@@ -33,8 +33,7 @@ from ...backward.key_tiles import KeyTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -52,7 +51,6 @@ from ..tmem import multiply, multiply_rows, tmem_load
 from .common import (
     FRAGMENT,
     BlackwellBackward,
-    BlackwellBackwardContext,
     RowMask,
     RowsOfStep,
     score_gradients,
@@ -60,6 +58,7 @@ from .common import (
     warpgroup,
     zeros,
 )
+from .common import BlackwellBackwardContext as Context
 from .config import DkdvPlan, GradientConfig
 
 UNIT_Q = TILE_Q  # queries of a unit, as many as a tile of the forward has; a tile here is of keys
@@ -149,11 +148,11 @@ class DkdvKernel(BlackwellBackward):
 
     # ------------------------------------------------------------ load
 
-    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Step:
+    def first_step(self, context: Context, work: WorkTile) -> Step:
         return self.tiles.first_position(context, work)
 
     def load_kept(
-        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DkdvLoadRings
+        self, context: Context, work: WorkTile, name: str, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's 64 keys of K or V, for the whole tile."""
         row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS
@@ -163,11 +162,11 @@ class DkdvKernel(BlackwellBackward):
         return rings
 
     @staticmethod
-    def _queries(context: BlackwellBackwardContext, work: WorkTile, unit: Step) -> RowsOfStep:
+    def _queries(context: Context, work: WorkTile, unit: Step) -> RowsOfStep:
         return RowsOfStep(context.sequences.query(work.batch), unit.index * UNIT_Q, unit.head)
 
     def load_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load LSE of a unit, then this CTA's 128 rows of Q: B of S."""
         self._load_row_stats(context, "lse", work, step, rings.lse)
@@ -175,7 +174,7 @@ class DkdvKernel(BlackwellBackward):
         return rings
 
     def load_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load delta of a unit, then this CTA's 128 rows of dO: B of dP."""
         self._load_row_stats(context, "delta", work, step, rings.delta)
@@ -183,14 +182,14 @@ class DkdvKernel(BlackwellBackward):
         return rings
 
     def load_second_sum(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of Q: B of dK."""
         self.load_columns(context, "q", self._queries(context, work, step), rings.ring)
         return rings
 
     def load_sum(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DkdvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of dO: B of dV."""
         self.load_columns(context, "dout", self._queries(context, work, step), rings.ring)
@@ -198,12 +197,7 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("load")
     def _load_row_stats(
-        self,
-        context: BlackwellBackwardContext,
-        name: str,
-        work: WorkTile,
-        unit: Step,
-        ring: RingState,
+        self, context: Context, name: str, work: WorkTile, unit: Step, ring: RingState
     ) -> None:
         barrier, _ = await_buffer(context, name, ring)
         self.tiles.load_stats(context, name, (work, unit), (barrier, context.smem[name]))
@@ -213,9 +207,7 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("dV")
     @cute.jit
-    def issue_sum(
-        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DkdvMmaRings
-    ):
+    def issue_sum(self, context: Context, number: Int32, is_last: bool, rings: DkdvMmaRings):
         """dV += P^T dO of a unit.  number: of the unit, from 1 on; the first one waits until dK and
         dV of the tile before are in registers, and overwrites dV."""
         is_first, adds = number == 1, number > 1
@@ -226,7 +218,7 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("dK")
     def issue_second_sum(
-        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DkdvMmaRings
+        self, context: Context, number: Int32, is_last: bool, rings: DkdvMmaRings
     ) -> DkdvMmaRings:
         """dK += dS^T Q of a unit.  number: of the unit, from 1 on; the first one overwrites dK."""
         rings = self._add_weighted(context, "dk", number > 1, rings)
@@ -235,7 +227,7 @@ class DkdvKernel(BlackwellBackward):
         return rings
 
     def _add_weighted(
-        self, context: BlackwellBackwardContext, name: str, adds: Boolean, rings: DkdvMmaRings
+        self, context: Context, name: str, adds: Boolean, rings: DkdvMmaRings
     ) -> DkdvMmaRings:
         barriers, result = context.barriers, (name, rings.sums)
         barriers["weights_done"].wait(rings.weights)
@@ -248,7 +240,7 @@ class DkdvKernel(BlackwellBackward):
     # ------------------------------------------------------------ gradient
 
     @cute.jit
-    def gradient(self, context: BlackwellBackwardContext):
+    def gradient(self, context: Context):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries per thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
         states = RingStates.waiting(self.edges, *names)
@@ -303,6 +295,7 @@ class DkdvKernel(BlackwellBackward):
             states = self._drain(context, undrained, states)
 
     def _half(self) -> Int32:
+        """Return which half of a result's columns this warp's lanes hold."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 // 2
 
     def _thread_key(self) -> Int32:
@@ -312,9 +305,7 @@ class DkdvKernel(BlackwellBackward):
         """The first of this thread's 64 queries, among the unit's 256."""
         return self._half() * BLOCK_Q + warpgroup() * THREAD_QUERIES
 
-    def _thread_stats(
-        self, context: BlackwellBackwardContext, name: str, start: int
-    ) -> cute.Tensor:
+    def _thread_stats(self, context: Context, name: str, start: int) -> cute.Tensor:
         """-LSE or -delta of a fragment of this thread's queries, in registers."""
         values = cute.make_rmem_tensor(FRAGMENT, Float32)
         column = self._first_query() + start
@@ -325,7 +316,7 @@ class DkdvKernel(BlackwellBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         p_slopes: cute.Tensor,
         p: cute.Tensor,
         mask: RowMask,
@@ -357,11 +348,7 @@ class DkdvKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self,
-        context: BlackwellBackwardContext,
-        p_slopes: cute.Tensor,
-        ds: cute.Tensor,
-        states: RingStates,
+        self, context: Context, p_slopes: cute.Tensor, ds: cute.Tensor, states: RingStates
     ):
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
@@ -386,16 +373,16 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("write P")
     @cute.jit
-    def _publish_p(self, context: BlackwellBackwardContext, p: cute.Tensor, states: RingStates):
+    def _publish_p(self, context: Context, p: cute.Tensor, states: RingStates):
         return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
-    def _publish_ds(self, context: BlackwellBackwardContext, ds: cute.Tensor, states: RingStates):
+    def _publish_ds(self, context: Context, ds: cute.Tensor, states: RingStates):
         return self._publish(context, ds, states)
 
     @cute.jit
-    def _publish(self, context: BlackwellBackwardContext, values: cute.Tensor, states: RingStates):
+    def _publish(self, context: Context, values: cute.Tensor, states: RingStates):
         """P or dS of this thread to shared memory, when what is there has been read."""
         context.barriers["weights_free"].wait(states["weights_free"])
         block = self._first_query() // THREAD_QUERIES
@@ -411,7 +398,7 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("drain dK and dV")
     @cute.jit
-    def _drain(self, context: BlackwellBackwardContext, work: WorkTile, states: RingStates):
+    def _drain(self, context: Context, work: WorkTile, states: RingStates):
         """Store dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
@@ -438,7 +425,7 @@ class DkdvKernel(BlackwellBackward):
     @cute.jit
     def _store(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         values: cute.Tensor,
         sequence: Sequence,
         row: Int32,
@@ -455,7 +442,7 @@ class DkdvKernel(BlackwellBackward):
                 store_row(values, columns_of(destination, column, FRAGMENT))
 
     @cute.jit
-    def _store_zeros(self, context: BlackwellBackwardContext, work: WorkTile):
+    def _store_zeros(self, context: Context, work: WorkTile):
         """Store dK = dV = 0 for the keys of a tile that no query sees."""
         row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS + self._thread_key()
         sequence = context.sequences.key(work.batch)

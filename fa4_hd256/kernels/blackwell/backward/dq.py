@@ -37,8 +37,7 @@ from ...backward.query_tiles import QueryTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -53,14 +52,8 @@ from ..instructions import (
 )
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
-from .common import (
-    FRAGMENT,
-    BlackwellBackward,
-    BlackwellBackwardContext,
-    RowMask,
-    score_gradients,
-    warpgroup,
-)
+from .common import FRAGMENT, BlackwellBackward, RowMask, score_gradients, warpgroup
+from .common import BlackwellBackwardContext as Context
 from .config import DqPlan, GradientConfig
 from .row_result import ResultPlace, RowResult, first_row, lane
 
@@ -137,20 +130,20 @@ class DqKernel(BlackwellBackward):
             "columns": memory.operand("ring", BLOCK_KV, HEAD_DIM // 2, stages),
         }
 
-    def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
+    def _result(self, context: Context, work: WorkTile) -> ResultPlace:
         result, queries = context.tensors.results[0], context.sequences.query(work.batch)
         return ResultPlace(result, queries, first_row(context, work), work.head)
 
     # ------------------------------------------------------------ load
 
-    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+    def first_step(self, context: Context, work: WorkTile) -> Int32:
         return self.tiles.first_position(context, work)
 
     def next_step(self, step: Int32) -> Int32:
         return self.tiles.next_position(step)
 
     def load_kept(
-        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DqLoadRings
+        self, context: Context, work: WorkTile, name: str, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's 128 rows of Q or dO, for the whole tile."""
         place = context.sequences.query(work.batch), first_row(context, work), 0, work.head
@@ -158,22 +151,17 @@ class DqKernel(BlackwellBackward):
         return rings
 
     def load_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
+        self, context: Context, work: WorkTile, step: Int32, rings: DqLoadRings
     ) -> DqLoadRings:
         return self._load_keys(context, work, "k", step, rings)
 
     def load_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
+        self, context: Context, work: WorkTile, step: Int32, rings: DqLoadRings
     ) -> DqLoadRings:
         return self._load_keys(context, work, "v", step, rings)
 
     def _load_keys(
-        self,
-        context: BlackwellBackwardContext,
-        work: WorkTile,
-        box: str,
-        kv_tile: Int32,
-        rings: DqLoadRings,
+        self, context: Context, work: WorkTile, box: str, kv_tile: Int32, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's 64 keys of K or V, all columns: B of S, or of dP."""
         rank, row = context.cta_rank, kv_tile * BLOCK_KV
@@ -183,7 +171,7 @@ class DqKernel(BlackwellBackward):
         return rings
 
     def load_sum(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Int32, rings: DqLoadRings
+        self, context: Context, work: WorkTile, step: Int32, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's half of the columns of K, all keys: B of dQ."""
         rank, row = context.cta_rank, step * BLOCK_KV
@@ -194,7 +182,7 @@ class DqKernel(BlackwellBackward):
         return rings
 
     @staticmethod
-    def _keys(context: BlackwellBackwardContext, work: WorkTile) -> tuple[Int32, Sequence]:
+    def _keys(context: Context, work: WorkTile) -> tuple[Int32, Sequence]:
         head = work.head // context.heads_per_kv
         return head, context.sequences.key(work.batch)
 
@@ -202,9 +190,7 @@ class DqKernel(BlackwellBackward):
 
     @traced("dQ")
     @cute.jit
-    def issue_sum(
-        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DqMmaRings
-    ):
+    def issue_sum(self, context: Context, number: Int32, is_last: bool, rings: DqMmaRings):
         """dQ += dS K of a step.  number: of the step, from 1 on; the first one waits until dQ of
         the tile before is in registers, and overwrites it."""
         barriers = context.barriers
@@ -229,7 +215,7 @@ class DqKernel(BlackwellBackward):
     # ------------------------------------------------------------ gradient
 
     @cute.jit
-    def gradient(self, context: BlackwellBackwardContext):
+    def gradient(self, context: Context):
         """S -> P and dP -> dS for this CTA's 128 rows: one row per thread, half of the keys."""
         states = RingStates.waiting(self.edges, "s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -269,7 +255,7 @@ class DqKernel(BlackwellBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         factors: cute.Tensor,
         negative_lse: Float32,
         mask: RowMask,
@@ -289,11 +275,7 @@ class DqKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self,
-        context: BlackwellBackwardContext,
-        factors: cute.Tensor,
-        negative_delta: Float32,
-        states: RingStates,
+        self, context: Context, factors: cute.Tensor, negative_delta: Float32, states: RingStates
     ):
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()

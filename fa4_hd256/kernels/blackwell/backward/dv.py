@@ -49,8 +49,7 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of
@@ -66,15 +65,8 @@ from ..instructions import (
 from ..pair_kernel import await_buffer
 from ..tmem import multiply_rows, tmem_buffer
 from ..tmem_quads import tmem_load_quads, tmem_store_quads
-from .common import (
-    FRAGMENT,
-    BlackwellBackward,
-    BlackwellBackwardContext,
-    RowsOfStep,
-    ScoreMask,
-    score_gradients,
-    warpgroup,
-)
+from .common import FRAGMENT, BlackwellBackward, RowsOfStep, ScoreMask, score_gradients, warpgroup
+from .common import BlackwellBackwardContext as Context
 from .config import DvPlan, GradientConfig
 from .quads import (
     COLUMNS,
@@ -191,17 +183,17 @@ class DvKernel(BlackwellBackward):
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
-    def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
+    def _result(self, context: Context, work: WorkTile) -> ResultPlace:
         result, keys = context.tensors.results[0], context.sequences.key(work.batch)
         return ResultPlace(result, keys, first_row(context, work), work.head)
 
     # ------------------------------------------------------------ load
 
-    def first_step(self, context: BlackwellBackwardContext, work: WorkTile) -> Step:
+    def first_step(self, context: Context, work: WorkTile) -> Step:
         return self.tiles.first_step(context, work)
 
     def load_kept(
-        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DvLoadRings
+        self, context: Context, work: WorkTile, name: str, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 128 keys of K or V, for the whole tile."""
         head = work.head // context.scalars.head_parts
@@ -209,13 +201,13 @@ class DvKernel(BlackwellBackward):
         self.load_box(context, name, place, (name, getattr(rings, name)))
         return rings
 
-    def _queries(self, context: BlackwellBackwardContext, work: WorkTile, step: Step) -> RowsOfStep:
+    def _queries(self, context: Context, work: WorkTile, step: Step) -> RowsOfStep:
         sequence = context.sequences.query(work.batch)
         first = self.tiles.query_tile(context, work, step) * STEP_QUERIES
         return RowsOfStep(sequence, first, step.head)
 
     def load_s(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 64 rows of Q, half of the columns after the other, then LSE and delta of
         all rows of the step."""
@@ -223,14 +215,14 @@ class DvKernel(BlackwellBackward):
         return self._load_row_stats(context, work, step, rings)
 
     def load_dp(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 64 rows of dO."""
         self.load_rows(context, "dout", self._queries(context, work, step), rings.ring)
         return rings
 
     def load_sum(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's half of the columns of dO: B of dV."""
         self.load_columns(context, "dout", self._queries(context, work, step), rings.ring)
@@ -238,7 +230,7 @@ class DvKernel(BlackwellBackward):
 
     @traced("load")
     def _load_row_stats(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load LSE and delta of a step's rows, whose bytes complete on one barrier."""
         barrier, buffer = await_buffer(context, "stats", rings.stats)
@@ -252,9 +244,7 @@ class DvKernel(BlackwellBackward):
 
     @traced("dV")
     @cute.jit
-    def issue_sum(
-        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DvMmaRings
-    ):
+    def issue_sum(self, context: Context, number: Int32, is_last: bool, rings: DvMmaRings):
         """dV += P^T dO of a step.  number: of the step, from 1 on; the first one waits until dV of
         the tile before is in registers, and overwrites it."""
         barriers = context.barriers
@@ -281,7 +271,7 @@ class DvKernel(BlackwellBackward):
     # ------------------------------------------------------------ gradient
 
     @cute.jit
-    def gradient(self, context: BlackwellBackwardContext):
+    def gradient(self, context: Context):
         """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries per warpgroup."""
         states = RingStates.waiting(self.edges, "s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -341,9 +331,7 @@ class DvKernel(BlackwellBackward):
         if undrained.is_valid:
             states = self.result.drain(context, self._result(context, undrained), states)
 
-    def _thread_stats(
-        self, context: BlackwellBackwardContext, name: str, buffer: Int32
-    ) -> cute.Tensor:
+    def _thread_stats(self, context: Context, name: str, buffer: Int32) -> cute.Tensor:
         """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
         flat = context.smem[name]
         shape = (2, QUAD, WARPGROUP_QUERIES // RUN, 2, self.plan.stats_stages)
@@ -354,9 +342,7 @@ class DvKernel(BlackwellBackward):
         layout = cute.make_layout((2, 2, WARPGROUP_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
-    def _listed_mask(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step
-    ) -> StepMask:
+    def _listed_mask(self, context: Context, work: WorkTile, step: Step) -> StepMask:
         listed, place = self.tiles.block_list(context, work), (step.head, step.index)
         if self.functions.mask_function.exists:
             number = listed.bit_tile(place, context.cta_rank)
@@ -366,11 +352,7 @@ class DvKernel(BlackwellBackward):
         return ListedMask(*listed.key_bits(place, context.cta_rank, keys, words))
 
     def _mask(
-        self,
-        context: BlackwellBackwardContext,
-        place: TileStep,
-        mask: StepMask,
-        halves: tuple[int, ...],
+        self, context: Context, place: TileStep, mask: StepMask, halves: tuple[int, ...]
     ) -> ScoreMask:
         if not isinstance(mask, ListedNumber):
             return mask._replace(halves=halves)
@@ -379,15 +361,13 @@ class DvKernel(BlackwellBackward):
         )
         return FunctionMask(*mask, self.functions.mask_function, places)
 
-    def _places(
-        self, context: BlackwellBackwardContext, place: TileStep, half: int = 0
-    ) -> ScorePlaces | None:
+    def _places(self, context: Context, place: TileStep, half: int = 0) -> ScorePlaces | None:
         """Return the places of this thread's scores of a step, from a half of its keys on."""
         if not self.functions.change.by_place:
             return None
         return self.functions.score_places(context, place.work, self._locator(context, place, half))
 
-    def _locator(self, context: BlackwellBackwardContext, place: TileStep, half: int) -> Locate:
+    def _locator(self, context: Context, place: TileStep, half: int) -> Locate:
         """Return (query head, query, key) of scores by number, from a half of this thread's keys
         on."""
         work, step = place
@@ -405,7 +385,7 @@ class DvKernel(BlackwellBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         registers: QuadRegisters,
         mask: StepMask,
         before: StepDs | None,
@@ -440,11 +420,7 @@ class DvKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _publish(
-        self,
-        context: BlackwellBackwardContext,
-        registers: QuadRegisters,
-        undrained: WorkTile,
-        states: RingStates,
+        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingStates
     ):
         """P to tensor memory, over dP, then dS = factors (dP - delta) in 16 bits. undrained: the
         tile before, in its successor's first step, where the next MMA waits for both P and the

@@ -30,8 +30,7 @@ from ...backward.gemm_tiles import GemmTiles, ResultTile, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -44,7 +43,8 @@ from ..instructions import (
 )
 from ..pair_kernel import await_buffer
 from ..tmem import tmem_buffer
-from .common import BlackwellBackward, BlackwellBackwardContext
+from .common import BlackwellBackward
+from .common import BlackwellBackwardContext as Context
 from .config import GradientConfig
 from .row_result import ResultPlace, RowResult
 
@@ -114,7 +114,7 @@ class ProductsKernel(BlackwellBackward):
     # ------------------------------------------------------------ load
 
     @cute.jit
-    def load(self, context: BlackwellBackwardContext):
+    def load(self, context: Context):
         """Fetch dS and rows of Q or K for each step; each CTA loads its own share of both."""
         free = self.edges["step_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -135,9 +135,7 @@ class ProductsKernel(BlackwellBackward):
 
     @traced("load")
     @cute.jit
-    def _load_step(
-        self, context: BlackwellBackwardContext, work: WorkTile, position: Walk, free: RingState
-    ):
+    def _load_step(self, context: Context, work: WorkTile, position: Walk, free: RingState):
         """Load dS and rows into the next buffers, whose bytes complete on one barrier."""
         target = await_buffer(context, "step", free)
         self._load_ds(context, position, target)
@@ -145,9 +143,7 @@ class ProductsKernel(BlackwellBackward):
         free.advance()
         return free
 
-    def _load_ds(
-        self, context: BlackwellBackwardContext, position: Walk, target: LoadTarget
-    ) -> None:
+    def _load_ds(self, context: Context, position: Walk, target: LoadTarget) -> None:
         barrier, stage = target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
@@ -160,9 +156,7 @@ class ProductsKernel(BlackwellBackward):
         cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def _load_rows(
-        self, context: BlackwellBackwardContext, work: WorkTile, position: Walk, target: LoadTarget
-    ):
+    def _load_rows(self, context: Context, work: WorkTile, position: Walk, target: LoadTarget):
         """Load this CTA's half of the columns of 128 rows of Q or K."""
         smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
         if position.tile.of_keys:
@@ -176,7 +170,7 @@ class ProductsKernel(BlackwellBackward):
     # ------------------------------------------------------------ mma
 
     @cute.jit
-    def mma(self, context: BlackwellBackwardContext):
+    def mma(self, context: Context):
         """Issue sum(0) to sum(n - 1) of each tile; one warp of the leader CTA."""
         sum_free, sum_done = context.barriers["sum_free"], context.barriers["sum_done"]
         rings = SumRings.waiting(self.edges, "step_loaded", "sum_free")
@@ -195,9 +189,7 @@ class ProductsKernel(BlackwellBackward):
 
     @traced("sum")
     @cute.jit
-    def _sum(
-        self, context: BlackwellBackwardContext, work: WorkTile, adds: Boolean, rings: SumRings
-    ):
+    def _sum(self, context: Context, work: WorkTile, adds: Boolean, rings: SumRings):
         """Issue sum += dS^T Q for dK, or dS K for dQ, of a step; a tile's first one overwrites."""
         context.barriers["step_loaded"].wait(rings.step)
         fence_after_thread_sync()
@@ -218,7 +210,7 @@ class ProductsKernel(BlackwellBackward):
     # ------------------------------------------------------------ gradient
 
     @cute.jit
-    def gradient(self, context: BlackwellBackwardContext):
+    def gradient(self, context: Context):
         """The result of every tile to global memory."""
         states = RingStates.waiting(self.edges, "sum_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -237,7 +229,7 @@ class ProductsKernel(BlackwellBackward):
     @cute.jit
     def _finish(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         result: cute.Tensor,
         rows: Sequence,
         tile: ResultTile,

@@ -23,7 +23,8 @@ from ...limits import WARP_SIZE
 from ...mask.masking import Visibility, hide_unseen
 from ...plan.edges import SharedByReference
 from ..tmem_quads import quad_fragment
-from .common import BlackwellBackwardContext, warpgroup
+from .common import BlackwellBackwardContext as Context
+from .common import warpgroup
 
 STEP_QUERIES = DS_TILE
 WARPGROUP_QUERIES = STEP_QUERIES // 2  # of a step, and those that a CTA loads for S
@@ -145,14 +146,12 @@ class DsStore(SharedByReference):
     #: Registers of a thread's dS of a step (`StepDs`).
     registers: ClassVar[int] = WARPGROUP_QUERIES // 2
 
-    def number(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
+    def number(self, context: Context, step: Step, row: Int32) -> Int32:
         ds = context.tensors.ds
         number = within_head(ds, row + step.index, context.sequences.tensors)
         return number + step.head * tiles_of_head(ds)
 
-    def tile(
-        self, context: BlackwellBackwardContext, step: Step, row: Int32, number: Int32
-    ) -> cute.Tensor:
+    def tile(self, context: Context, step: Step, row: Int32, number: Int32) -> cute.Tensor:
         if not self.counts_tiles:
             number = self.number(context, step, row)
         return self.tile_numbered(context.tensors.ds, number)
@@ -161,7 +160,7 @@ class DsStore(SharedByReference):
         return tile_of(ds, number)
 
     @staticmethod
-    def following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
+    def following_number(context: Context, step: Step, number: Int32) -> Int32:
         begin, end = step.span
         to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
         return number + 1 + cutlass.select_(step.index + 1 == end, to_next_head, Int32(0))
@@ -177,9 +176,7 @@ class DsStore(SharedByReference):
         cute.autovec_copy(quad_fragment(cute.recast_tensor(step.values, self.dtype), half), target)
 
     @cute.jit
-    def complete_blocks(
-        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, row: Int32
-    ):
+    def complete_blocks(self, context: Context, work: WorkTile, step: Step, row: Int32):
         """Store zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
         `backward.ds_tiles`.  row: see `number`."""
         begin, end = step.span

@@ -13,14 +13,14 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...limits import HEAD_DIM
 from ...plan.budgets import TmemPlan
-from ...plan.edges import SharedByReference
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates, SharedByReference
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
 from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, BlackwellBackwardContext, store_row, warpgroup, zeros
+from .common import FRAGMENT, store_row, warpgroup, zeros
+from .common import BlackwellBackwardContext as Context
 
 CTA_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
 TILE_ROWS = CTAS * CTA_ROWS
@@ -28,11 +28,12 @@ WARPGROUP_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup dr
 WHOLE = (0, WARPGROUP_COLUMNS)
 
 
-def first_row(context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+def first_row(context: Context, work: WorkTile) -> Int32:
     return work.block * TILE_ROWS + context.cta_rank * CTA_ROWS
 
 
 def lane() -> Int32:
+    """Return the lane of tensor memory, and the row of the CTA, of this thread."""
     return cute.arch.thread_idx()[0] % CTA_ROWS
 
 
@@ -65,7 +66,7 @@ class RowResult(SharedByReference):
 
     def drain(
         self,
-        context: BlackwellBackwardContext,
+        context: Context,
         place: ResultPlace,
         states: RingStates,
         part: tuple[int, int] = WHOLE,
@@ -75,11 +76,7 @@ class RowResult(SharedByReference):
 
     @cute.jit
     def _drain(
-        self,
-        context: BlackwellBackwardContext,
-        place: ResultPlace,
-        states: RingStates,
-        part: tuple[int, int],
+        self, context: Context, place: ResultPlace, states: RingStates, part: tuple[int, int]
     ):
         name, (begin, end) = self.name.lower(), part
         done, free = f"{name}_done", f"{name}_free"

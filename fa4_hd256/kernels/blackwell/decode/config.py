@@ -187,10 +187,6 @@ class DecodeWarpPlan(WarpPlan):
         return self.quantise or self.convert or ()
 
     @property
-    def registers_converting(self) -> int:
-        return self.registers_quantise or self.registers_convert
-
-    @property
     def scheduled_warps(self) -> int:
         others = 4 + len(self.converting) if self.converting else 3
         return len(self.softmax) + others
@@ -283,6 +279,7 @@ class DecodeConfig:
 
     @property
     def rows_at_once(self) -> int:
+        """Rows of a thread whose maxima are raised at a time: all, or as registers allow."""
         return self.softmax_rows if self.softmax_groups == 1 else 8
 
     @property
@@ -329,6 +326,7 @@ class DecodeConfig:
 
     @property
     def half_bytes(self) -> int:
+        """A buffer of K or V: a half of a tile, or a tile in e4m3 or NVFP4."""
         return self.tile_bytes if self.is_scaled else self.tile_bytes // len(HALVES)
 
     @property

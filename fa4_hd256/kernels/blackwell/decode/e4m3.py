@@ -27,14 +27,15 @@ from ...context import KernelParts
 from ...e4m3_codes import WORD_CODES, codes_of
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates
 from ...problem_class import ProblemClass
 from ...rows.sequences import columns_of
 from ..instructions import E4M3_SLICE, Mma, MmaShape, k_major_operand, mn_major_operand
 from ..tmem import tmem_load
 from . import scaled
 from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
-from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext
+from .context import BlackwellDecodeContext
+from .context import BlackwellE4m3DecodeContext as Context
 from .kernel import DecodeKernel, p_layout
 
 #: Columns of tensor memory that are loaded at a time.
@@ -48,7 +49,7 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     kv_bytes = 1
     halves_apart = False
-    context_class = BlackwellE4m3DecodeContext
+    context_class = Context
     run_other_role = scaled.run_other_role
     _load_q = scaled.load_q
     _load_tile = scaled.load_tile
@@ -86,7 +87,7 @@ class DecodeE4m3Kernel(DecodeKernel):
         return scaled.smem(self, memory) | {"q": q}
 
     @cute.jit
-    def convert(self, context: BlackwellE4m3DecodeContext):
+    def convert(self, context: Context):
         states = RingStates.waiting(self.edges, "rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -96,11 +97,7 @@ class DecodeE4m3Kernel(DecodeKernel):
             work = scheduler.advance_to_next_work()
 
     def _store_row(
-        self,
-        context: BlackwellE4m3DecodeContext,
-        row: tuple[Any, Any],
-        elements: list[Float32],
-        stage: Int32,
+        self, context: Context, row: tuple[Any, Any], elements: list[Float32], stage: Int32
     ) -> None:
         codes, lane = context.smem["q"], cute.arch.lane_idx()
         columns = HEAD_DIM // WARP_SIZE // 2

@@ -68,7 +68,8 @@ from ..instructions import (
 from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
-from .context import BlackwellDecodeContext, DecodeLoadRings, DecodeMmaRings, DecodeSoftmaxRings
+from .context import BlackwellDecodeContext as Context
+from .context import DecodeLoadRings, DecodeMmaRings, DecodeSoftmaxRings
 from .rows import GroupRows
 
 # P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key: those of neighbouring keys first.
@@ -92,7 +93,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     problem_class: what of a call is compiled in. parts: see `KernelParts`. Arguments at run time:
     `ForwardCommon.__call__`."""
 
-    context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
+    context_class: type[Context] = Context
     #: Whether each half of V's columns has a buffer.
     halves_apart = True
     #: Ring of the buffers of K and V that the MMAs read.
@@ -144,7 +145,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return tensors.q, tensors.k, tensors.v
 
     @cute.jit
-    def run_role(self, context: BlackwellDecodeContext, warp: Int32):
+    def run_role(self, context: Context, warp: Int32):
         warps = self.config.warps
         if warp < warps.mma:
             self.set_registers(warps.registers_softmax)
@@ -153,7 +154,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
             self.run_other_role(context, warp)
 
     @cute.jit
-    def run_other_role(self, context: BlackwellDecodeContext, warp: Int32):
+    def run_other_role(self, context: Context, warp: Int32):
         warps = self.config.warps
         self.set_registers(warps.registers_other)
         if warp == warps.mma:
@@ -163,7 +164,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         if warp == warps.scheduler:
             schedule(self.scheduler, context)
 
-    def _of_group(self, context: BlackwellDecodeContext, warp: Int32) -> BlackwellDecodeContext:
+    def _of_group(self, context: Context, warp: Int32) -> Context:
         """Return the context of a warp's group (NOTE [two groups]), with its rows first."""
         rows = self.group.count
         if self.config.softmax_groups == 1:
@@ -199,13 +200,13 @@ class DecodeKernel(ForwardCommon, PairKernel):
             for name, shape in shapes.items()
         }
 
-    def num_steps(self, context: BlackwellDecodeContext, work: WorkTile) -> Int32:
+    def num_steps(self, context: Context, work: WorkTile) -> Int32:
         return self.rows.num_steps(context, work)
 
     # ------------------------------------------------------------ load
 
     @cute.jit
-    def load(self, context: BlackwellDecodeContext):
+    def load(self, context: Context):
         """Load Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last
         V of this one.  K and V in halves."""
         rings = DecodeLoadRings.waiting(self.edges, "kv_free", "q_free")
@@ -241,20 +242,18 @@ class DecodeKernel(ForwardCommon, PairKernel):
             context.barriers["q_free"].wait_for_all(rings.q)
 
     def _load_q_and_first_k(
-        self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
+        self, context: Context, work: WorkTile, rings: DecodeLoadRings
     ) -> DecodeLoadRings:
         kv_tile = self._first_kv_tile(context, work)
         rings = self._load_q(context, work, rings)
         return self._load_tile(context, work, kv_tile, "k", rings)
 
-    def _first_kv_tile(self, context: BlackwellDecodeContext, work: WorkTile) -> KvTile:
+    def _first_kv_tile(self, context: Context, work: WorkTile) -> KvTile:
         visibility = context.visibility(work, BLOCK_KV)
         return self.keys.first(context, work, visibility, self.rows.first_query(work))
 
     @traced("load")
-    def _load_q(
-        self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
-    ) -> DecodeLoadRings:
+    def _load_q(self, context: Context, work: WorkTile, rings: DecodeLoadRings) -> DecodeLoadRings:
         place = context.query(work), self.rows.first_query(work), 0, work.head
         barrier, index = await_buffer(context, "q", rings.q)
         load_tile(context.tensors.q, context.smem["q"], place, barrier, index, self.rows.of_query)
@@ -262,12 +261,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return rings
 
     def _load_tile(
-        self,
-        context: BlackwellDecodeContext,
-        work: WorkTile,
-        kv_tile: KvTile,
-        name: str,
-        rings: DecodeLoadRings,
+        self, context: Context, work: WorkTile, kv_tile: KvTile, name: str, rings: DecodeLoadRings
     ) -> DecodeLoadRings:
         """Load both halves of the columns of K or V, a buffer each."""
         for half in HALVES:
@@ -277,7 +271,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     @traced("load")
     def _load_columns(
         self,
-        context: BlackwellDecodeContext,
+        context: Context,
         work: WorkTile,
         kv_tile: KvTile,
         what: tuple[str, int],
@@ -295,7 +289,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ mma
 
     @cute.jit
-    def mma(self, context: BlackwellDecodeContext):
+    def mma(self, context: Context):
         """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
         this one.  QK is added up from the halves of K; of PV each half of V makes a half of O.
 
@@ -329,15 +323,13 @@ class DecodeKernel(ForwardCommon, PairKernel):
                 if work.is_valid:
                     rings = self._first_qk(context, work, rings)
 
-    def _first_qk(
-        self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
+    def _first_qk(self, context: Context, work: WorkTile, rings: DecodeMmaRings) -> DecodeMmaRings:
         """QK of a tile's first step, which waits for the tile's Q."""
         rings = self._enter_q(context, rings)
         rings = self._begin_qk(context, rings)
         return self._end_qk(context, self.num_steps(context, work) == 1, rings)
 
-    def _enter_q(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
+    def _enter_q(self, context: Context, rings: DecodeMmaRings) -> DecodeMmaRings:
         """Wait for a tile's Q.  The only buffer's phase is that of the next tile at once."""
         context.barriers["q_loaded"].wait(rings.q)
         if rings.q.stages == 1:
@@ -349,14 +341,14 @@ class DecodeKernel(ForwardCommon, PairKernel):
             rings.q.advance()
         return rings
 
-    def _begin_qk(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
+    def _begin_qk(self, context: Context, rings: DecodeMmaRings) -> DecodeMmaRings:
         """S^T = K Q^T of a step, but for the last buffer of K."""
         for number in range(len(self.qk) - 1):
             rings = self._issue_qk(context, number, rings)
         return rings
 
     @cute.jit
-    def _end_qk(self, context: BlackwellDecodeContext, is_last: Boolean, rings: DecodeMmaRings):
+    def _end_qk(self, context: Context, is_last: Boolean, rings: DecodeMmaRings):
         """S^T += K Q^T over the last buffer of K; the tile's last one is done with Q."""
         barriers = context.barriers
         rings = self._issue_qk(context, len(self.qk) - 1, rings)
@@ -367,9 +359,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return rings
 
     @traced("QK")
-    def _issue_qk(
-        self, context: BlackwellDecodeContext, number: int, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
+    def _issue_qk(self, context: Context, number: int, rings: DecodeMmaRings) -> DecodeMmaRings:
         """Issue the MMA of a buffer of K; those behind the first one add up."""
         barriers, ring = context.barriers, self.operand_ring
         barriers[f"{ring}_loaded"].wait(rings.kv)
@@ -381,13 +371,11 @@ class DecodeKernel(ForwardCommon, PairKernel):
         rings.kv.advance()
         return rings
 
-    def _operand(self, context: BlackwellDecodeContext, state: RingState) -> Any:
+    def _operand(self, context: Context, state: RingState) -> Any:
         return smem_buffer(context, "kv", state)
 
     @traced("PV")
-    def _pv(
-        self, context: BlackwellDecodeContext, adds: Boolean, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
+    def _pv(self, context: Context, adds: Boolean, rings: DecodeMmaRings) -> DecodeMmaRings:
         barriers, ring = context.barriers, self.operand_ring
         barriers["p_done"].wait(rings.p)
         for half, pv in zip(HALVES, self.pv, strict=True):
@@ -407,7 +395,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ softmax
 
     @cute.jit
-    def softmax(self, context: BlackwellDecodeContext):
+    def softmax(self, context: Context):
         """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
         rings = DecodeSoftmaxRings(
             self.edges["s_done"].waiter_state(),
@@ -455,7 +443,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
                 self._store_zeros(context, work)
             work = scheduler.advance_to_next_work()
 
-    def _create(self, context: BlackwellDecodeContext) -> KeySoftmax:
+    def _create(self, context: Context) -> KeySoftmax:
         return KeySoftmax.create(
             context.scalars.scale_log2,
             self.config.ex2_pattern,
@@ -469,53 +457,50 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return NoState()
 
     def _begin_tile(
-        self, context: BlackwellDecodeContext, softmax: Any, place: tuple[Any, Int32], state: Any
+        self, context: Context, softmax: Any, place: tuple[Any, Int32], state: Any
     ) -> None:
         """Start a tile with steps.  place: (tile, this thread's key)."""
 
-    def _end_tile(self, context: BlackwellDecodeContext, state: Any) -> Any:
+    def _end_tile(self, context: Context, state: Any) -> Any:
         """End the steps of a tile; return the next one's state."""
         return state
 
     def _number_in_group(self) -> Int32:
+        """Return the number of this thread in its group, and of its key in a step."""
         thread = cute.arch.thread_idx()[0]
         return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
 
-    def _load_scores(
-        self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
-    ) -> cute.Tensor:
+    def _load_scores(self, context: Context, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
         """Load this thread's key of S."""
         scores = cute.make_rmem_tensor(self.group.count, Float32)
         tmem_load(self._scores(context, buffer), scores, self.group.count)
         cute.arch.fence_view_async_tmem_load()
         return scores
 
-    def _weigh(self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor) -> None:
+    def _weigh(self, context: Context, softmax: Any, scores: cute.Tensor) -> None:
         """Apply a key's own scale of V to the scores; here there is none."""
 
-    def _store_probabilities(
-        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
-    ) -> None:
+    def _store_probabilities(self, context: Context, softmax: Any, scores: cute.Tensor) -> None:
         """P of this thread's key to shared memory, and into the sums."""
         probabilities = cute.make_rmem_tensor(self.group.count, self.dtype)
         softmax.exponentiate(scores, probabilities)
         column = context.smem["p"][None, self._number_in_group(), 0]
         cute.autovec_copy(probabilities, columns_of(column, context.first_row, self.group.count))
 
-    def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
+    def _load_half(self, context: Context, half: int) -> cute.Tensor:
         values = cute.make_rmem_tensor(self.group.count, Float32)
         tmem_load(self._of_half(context, half), values, self.group.count)
         cute.arch.fence_view_async_tmem_load()
         return values
 
-    def _of_half(self, context: BlackwellDecodeContext, half: int) -> Any:
+    def _of_half(self, context: Context, half: int) -> Any:
         return context.warp_lanes + self.tmem_plan[f"o{half}"].start
 
     @traced("softmax")
     @cute.jit
     def _step(
         self,
-        context: BlackwellDecodeContext,
+        context: Context,
         running: tuple[KeySoftmax, DecodeSoftmaxRings, Int32],
         place: tuple[WorkTile, Int32],
         is_masked: bool,
@@ -549,15 +534,13 @@ class DecodeKernel(ForwardCommon, PairKernel):
         rings.o.advance()
         return rings
 
-    def _scores(self, context: BlackwellDecodeContext, buffer: Int32) -> Any:
+    def _scores(self, context: Context, buffer: Int32) -> Any:
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.warp_lanes + (start + buffer * distance)
 
     @traced("maxima")
     @cute.jit
-    def _raise_maxima(
-        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor, step: Int32
-    ):
+    def _raise_maxima(self, context: Context, softmax: Any, scores: cute.Tensor, step: Int32):
         """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
         self._share(context, "maxima", scores, cute.arch.fmax)
         shared, rows = context.smem["maxima"], self.config.rows_at_once
@@ -572,9 +555,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
                 self._rescale(context, factors, first)
 
     @traced("rescale O")
-    def _rescale(
-        self, context: BlackwellDecodeContext, factors: cute.Tensor, first_row: int
-    ) -> None:
+    def _rescale(self, context: Context, factors: cute.Tensor, first_row: int) -> None:
         """O *= factor, a row per column of tensor memory, from a row of the group's on."""
         rows = cute.size(factors)
         fence_after_thread_sync()
@@ -592,7 +573,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     def _share(
         self,
-        context: BlackwellDecodeContext,
+        context: Context,
         name: str,
         values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
@@ -608,7 +589,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @traced("sums")
     @cute.jit
-    def _finish(self, context: BlackwellDecodeContext, softmax: Any, work: WorkTile):
+    def _finish(self, context: Context, softmax: Any, work: WorkTile):
         """LSE of each row to global memory; return 1/sum of this thread's rows."""
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
         row = self._number_in_group()
@@ -636,7 +617,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @traced("store O")
     @cute.jit
-    def _store(self, context: BlackwellDecodeContext, work: WorkTile, inverses: cute.Tensor):
+    def _store(self, context: Context, work: WorkTile, inverses: cute.Tensor):
         for half in cutlass.range_constexpr(len(HALVES)):
             values = self._load_half(context, half)
             multiply_rows(values, inverses)
@@ -646,7 +627,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return half * HALF + self._number_in_group()
 
     @cute.jit
-    def _store_zeros(self, context: BlackwellDecodeContext, work: WorkTile):
+    def _store_zeros(self, context: Context, work: WorkTile):
         """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.group.count, Float32)
         zeros.fill(0.0)
@@ -654,7 +635,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
             self.group.store(context, work, zeros, self._column(half))
 
 
-def smem_buffer(context: BlackwellDecodeContext, name: str, state: RingState) -> cute.Pointer:
+def smem_buffer(context: Context, name: str, state: RingState) -> cute.Pointer:
     """Return the address of a ring's buffer that is in use."""
     index = state.index if state.stages > 1 else 0
     return context.smem[name][None, None, index].iterator

@@ -26,8 +26,7 @@ from ...forward.context import ForwardKernelTensors
 from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
-from ...plan.edges import RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingState, RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.lanes import lane_columns
@@ -44,7 +43,8 @@ from ..pair_kernel import await_buffer
 from ..tmem import tmem_buffer, tmem_load
 from . import scaled
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
-from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
+from .context import BlackwellDecodeContext, DecodeLoadRings
+from .context import BlackwellE4m3DecodeContext as Context
 from .kernel import DecodeKernel, KvTile, p_layout
 from .nvfp4_operands import HALF_COLUMNS, store_keys, store_values, value_column
 
@@ -54,7 +54,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
 
     kv_bytes: Any = Fraction(1, 2)
     halves_apart = False
-    context_class = BlackwellE4m3DecodeContext
+    context_class = Context
     operand_ring = "operand"
     run_other_role = scaled.run_other_role
     _load_q = scaled.load_q
@@ -153,7 +153,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
     # ------------------------------------------------------------ convert
 
     @cute.jit
-    def convert(self, context: BlackwellE4m3DecodeContext):
+    def convert(self, context: Context):
         """Bring Q and K(0) to float16, then K(i + 1) before V(i); Q and K(0) of the next tile
         before the last V of this one. One loop over the steps of all tiles: each conversion is
         thousands of instructions, and stands in the kernel once."""
@@ -184,7 +184,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
         context.barriers["operand_free"].wait_for_all(states["operand_free"])
 
     @cute.jit
-    def _steps(self, context: BlackwellE4m3DecodeContext, work: WorkTile):
+    def _steps(self, context: Context, work: WorkTile):
         steps = Int32(0)
         if work.is_valid:
             steps = self.num_steps(context, work)
@@ -192,7 +192,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
 
     @traced("convert")
     @cute.jit
-    def _convert_tile(self, context: BlackwellE4m3DecodeContext, name: str, states: RingStates):
+    def _convert_tile(self, context: Context, name: str, states: RingStates):
         """Bring a tile of K or V to float16 in tensor memory."""
         barriers, loaded, free = context.barriers, states["kv_loaded"], states["operand_free"]
         barriers["kv_loaded"].wait(loaded)
@@ -217,11 +217,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
         return states
 
     def _store_row(
-        self,
-        context: BlackwellE4m3DecodeContext,
-        row: tuple[Any, Any],
-        elements: list[Float32],
-        stage: Int32,
+        self, context: Context, row: tuple[Any, Any], elements: list[Float32], stage: Int32
     ) -> None:
         """Store this lane's elements of a row where they were loaded."""
         values = cute.make_rmem_tensor(len(elements), Float32)

@@ -19,7 +19,7 @@ from ...forward.decode_rows import TileRows
 from ...functions.kernel_functions import KernelFunctions, ScorePlaces
 from ...plan.edges import SharedByReference
 from ...rows.output_gate import gated
-from .context import BlackwellDecodeContext
+from .context import BlackwellDecodeContext as Context
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class GroupRows(SharedByReference):
     def of_query(self) -> int:
         return min(self.tile.of_query, self.count)
 
-    def queries(self, context: BlackwellDecodeContext, work: WorkTile) -> tuple[Int32, int]:
+    def queries(self, context: Context, work: WorkTile) -> tuple[Int32, int]:
         first = self.tile.first_query(work) + context.first_row // self.tile.of_query
         return first, self.count // self.of_query
 
-    def first_head(self, context: BlackwellDecodeContext) -> Any:
+    def first_head(self, context: Context) -> Any:
         return context.first_row if self.tile.of_query > self.count else 0
 
     def places(
-        self, context: BlackwellDecodeContext, work: WorkTile, key: Int32, keys_exist: bool
+        self, context: Context, work: WorkTile, key: Int32, keys_exist: bool
     ) -> ScorePlaces | None:
         """Return the places of this thread's scores, one of each row."""
         first_query, packed = self.queries(context, work)[0], self.tile.packed
@@ -56,19 +56,14 @@ class GroupRows(SharedByReference):
 
         return self.functions.score_places(context, work, locate, keys_exist)
 
-    def nodes(self, context: BlackwellDecodeContext, work: WorkTile, is_masked: bool) -> Any:
+    def nodes(self, context: Context, work: WorkTile, is_masked: bool) -> Any:
         if not (is_masked and context.mask.tree):
             return None
         first_query, queries = self.queries(context, work)
         return [context.nodes(work, first_query + query) for query in range(queries)]
 
     def mask(
-        self,
-        context: BlackwellDecodeContext,
-        scores: cute.Tensor,
-        work: WorkTile,
-        key: Int32,
-        nodes: Any,
+        self, context: Context, scores: cute.Tensor, work: WorkTile, key: Int32, nodes: Any
     ) -> None:
         """Scores of rows that do not see this thread's key := -inf.  nodes: of `nodes`."""
         of_query, visibility = self.of_query, context.visibility(work, self.tile.block_kv)
@@ -83,9 +78,7 @@ class GroupRows(SharedByReference):
                 scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
 
     @cute.jit
-    def store(
-        self, context: BlackwellDecodeContext, work: WorkTile, values: cute.Tensor, column: Int32
-    ):
+    def store(self, context: Context, work: WorkTile, values: cute.Tensor, column: Int32):
         """A column of O of the group's rows to global memory, in the type of `out`."""
         first_query, queries = self.queries(context, work)
         packed, length = self.tile.packed, context.query(work).length

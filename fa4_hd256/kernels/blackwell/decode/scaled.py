@@ -19,11 +19,11 @@ from cutlass import Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...operands import SharedMemory
-from ...plan.edges import RingState
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingState, RingStates
 from ...ranges import traced
 from ..tmem import multiply, multiply_rows
-from .context import BlackwellDecodeContext, BlackwellE4m3DecodeContext, DecodeLoadRings
+from .context import BlackwellDecodeContext as Context
+from .context import BlackwellE4m3DecodeContext, DecodeLoadRings
 from .kernel import DecodeKernel, KvTile
 
 
@@ -64,27 +64,20 @@ def run_other_role(self: Any, context: BlackwellE4m3DecodeContext, warp: Int32):
         self.set_registers(warps.registers_other)
         self.scaled_rows.load(context, self.scheduler)
     else:
-        self.set_registers(warps.registers_converting)
+        self.set_registers(warps.registers_quantise or warps.registers_convert)
         self.convert(context)
 
 
 # ------------------------------------------------------------ load
 
 
-def load_q(
-    self: Any, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
-) -> DecodeLoadRings:
+def load_q(self: Any, context: Context, work: WorkTile, rings: DecodeLoadRings) -> DecodeLoadRings:
     """Load nothing: Q has a warp of its own."""
     return rings
 
 
 def load_tile(
-    self: Any,
-    context: BlackwellDecodeContext,
-    work: WorkTile,
-    kv_tile: KvTile,
-    name: str,
-    rings: DecodeLoadRings,
+    self: Any, context: Context, work: WorkTile, kv_tile: KvTile, name: str, rings: DecodeLoadRings
 ) -> DecodeLoadRings:
     """Load all columns of K or V into one buffer."""
     rings.kv = self._load_columns(context, work, kv_tile, (name, 0), rings.kv)
@@ -111,7 +104,7 @@ def bring_q(self: Any, context: BlackwellE4m3DecodeContext, states: RingStates):
 # ------------------------------------------------------------ softmax
 
 
-def create(self: Any, context: BlackwellDecodeContext) -> ScaledSoftmax:
+def create(self: Any, context: Context) -> ScaledSoftmax:
     config, rows = self.config, self.group.count
     created = ScaledSoftmax.create(
         self.scales.softmax_scale(context),
@@ -131,24 +124,20 @@ def tile_state(self: Any) -> RingState:
 
 
 @cute.jit
-def begin_tile(
-    self: Any, context: BlackwellDecodeContext, softmax: Any, place: tuple[Any, Int32], state: Any
-):
+def begin_tile(self: Any, context: Context, softmax: Any, place: tuple[Any, Int32], state: Any):
     context.barriers["factors_ready"].wait(state)
     softmax.stage[0] = state.index
     softmax.k_scale[0] = Float32(1.0)
     self.scales.enter(context, softmax, *place)
 
 
-def end_tile(self: Any, context: BlackwellDecodeContext, state: RingState) -> RingState:
+def end_tile(self: Any, context: Context, state: RingState) -> RingState:
     context.barriers["factors_free"].arrive(state)
     state.advance()
     return state
 
 
-def load_scores(
-    self: Any, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
-) -> cute.Tensor:
+def load_scores(self: Any, context: Context, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
     """S, brought back: rows by their scales, with the tile's K scale; a key by its page's."""
     scores = self._load_sum(self._scores(context, buffer))
     factors = self._read(context.smem["factors"], softmax.stage[0])
@@ -161,7 +150,7 @@ def load_scores(
     return scores
 
 
-def weigh(self: Any, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor) -> None:
+def weigh(self: Any, context: Context, softmax: Any, scores: cute.Tensor) -> None:
     if not self.scales.of_pages:
         return
     scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
@@ -175,5 +164,5 @@ def scaled_inverse(self: Any, softmax: Any, inverse: Float32) -> Float32:
     return self.scales.scaled_inverse(softmax, inverse)
 
 
-def load_half(self: Any, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
+def load_half(self: Any, context: Context, half: int) -> cute.Tensor:
     return self._load_sum(self._of_half(context, half))

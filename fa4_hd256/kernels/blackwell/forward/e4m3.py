@@ -28,8 +28,8 @@ from dataclasses import replace
 from typing import Any
 
 from ....schedulers.protocol import WorkTile
+from .config import P_LOG2
 from .context import BlackwellForwardContext
-from .e4m3_config import P_LOG2
 from .kernel import ForwardKernel
 from .two_groups import GroupScores
 

@@ -62,8 +62,8 @@ from ..instructions import (
 from ..pair_kernel import PairKernel, await_buffer
 from ..tmem import multiply, tmem_buffer, tmem_store
 from .config import ForwardConfig
+from .context import BlackwellForwardContext as Context
 from .context import (
-    BlackwellForwardContext,
     CorrectionRings,
     LoadRings,
     MmaRings,
@@ -81,7 +81,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     problem_class: what of a call is compiled in. parts: see `KernelParts`. Called under
     `cute.compile`; see `__call__` for the arguments at run time."""
 
-    context_class = BlackwellForwardContext
+    context_class = Context
     scores_class = StepScores
     #: P is 2^p_log2 times as large: `OnlineSoftmax.create`.
     p_log2 = 0.0
@@ -126,7 +126,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return buffers_in(memory, self.config)
 
     @cute.jit
-    def run_role(self, context: BlackwellForwardContext, warp: Int32):
+    def run_role(self, context: Context, warp: Int32):
         warps = self.config.warps
         if warp < warps.correction[0]:
             self.set_registers(warps.registers_softmax)
@@ -146,20 +146,18 @@ class ForwardKernel(ForwardCommon, PairKernel):
             if warp == warps.scheduler:
                 schedule(self.scheduler, context)
 
-    def with_scales(self, context: BlackwellForwardContext, work: WorkTile) -> Any:
+    def with_scales(self, context: Context, work: WorkTile) -> Any:
         """Return the context of a tile's softmax where its scores have a scale, None elsewhere."""
 
-    def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
+    def first_row(self, context: Context, work: Any) -> Int32:
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
 
-    def query_and_head(
-        self, context: BlackwellForwardContext, work: Any, row: Int32
-    ) -> tuple[Int32, Int32]:
+    def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
         """Return (query, head) of a row of this CTA's half of a tile."""
         packed = self.problem_class.packed_heads
         return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 
-    def num_steps(self, context: BlackwellForwardContext, work: Any) -> Int32:
+    def num_steps(self, context: Context, work: Any) -> Int32:
         if cutlass.const_expr(self.lists_steps):
             return self.step_list(context, work).count
         visibility = context.visibility(work, self.config.block_kv)
@@ -168,7 +166,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ load
 
     @cute.jit
-    def load(self, context: BlackwellForwardContext):
+    def load(self, context: Context):
         """Fetch this CTA's share of what the MMAs need, in the order in which they are issued. Q
         and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last V of this
         one."""
@@ -203,19 +201,17 @@ class ForwardKernel(ForwardCommon, PairKernel):
         context.barriers["kv_free"].wait_for_all(rings.kv)
         context.barriers["q_free"].wait_for_all(rings.q)
 
-    def _load_q_and_first_k(
-        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
-    ) -> LoadRings:
+    def _load_q_and_first_k(self, context: Context, work: WorkTile, rings: LoadRings) -> LoadRings:
         kv_tile = self._first_kv_tile(context, work)
         rings = self._load_q(context, work, rings)
         return self._load_kv(context, work, kv_tile, "k", rings)
 
-    def _first_kv_tile(self, context: BlackwellForwardContext, work: WorkTile) -> KvTile:
+    def _first_kv_tile(self, context: Context, work: WorkTile) -> KvTile:
         visibility = context.visibility(work, self.config.block_kv)
         return self.keys.first(context, work, visibility, work.block * self.tile_queries)
 
     @traced("load")
-    def _load_q(self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings):
+    def _load_q(self, context: Context, work: WorkTile, rings: LoadRings):
         place = context.query(work), self.first_row(context, work), 0, work.head
         barrier, index = await_buffer(context, "q", rings.q)
         packed = self.problem_class.packed_heads
@@ -225,12 +221,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @traced("load")
     def _load_kv(
-        self,
-        context: BlackwellForwardContext,
-        work: WorkTile,
-        kv_tile: KvTile,
-        name: str,
-        rings: LoadRings,
+        self, context: Context, work: WorkTile, kv_tile: KvTile, name: str, rings: LoadRings
     ) -> LoadRings:
         """Load this CTA's half of K's keys, or of V's columns, into the ring that both share."""
         rank, row = context.cta_rank, self.keys.first_row(kv_tile)
@@ -248,7 +239,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ mma
 
     @cute.jit
-    def mma(self, context: BlackwellForwardContext):
+    def mma(self, context: Context):
         """Issue every MMA of the pair; one warp of the leader CTA."""
         # s_done is no wait of this role: its state counts the S buffers.
         waited = "kv_loaded", "q_loaded", "s_done", "p_first_done", "p_last_done", "o_free"
@@ -256,7 +247,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         context.barriers["o_free"].wait_for_all(rings.o)
 
     @cute.jit
-    def _issue_mmas(self, context: BlackwellForwardContext, rings: MmaRings):
+    def _issue_mmas(self, context: Context, rings: MmaRings):
         """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
         this one.
 
@@ -294,7 +285,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return rings
 
     @traced("QK")
-    def _qk(self, context: BlackwellForwardContext, rings: MmaRings) -> MmaRings:
+    def _qk(self, context: Context, rings: MmaRings) -> MmaRings:
         """S = Q K^T of a step, with the tile's Q, which has been waited for."""
         barriers, smem = context.barriers, context.smem
         barriers["kv_loaded"].wait(rings.kv)
@@ -309,7 +300,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return rings
 
     @traced("PV0")
-    def _pv0(self, context: BlackwellForwardContext, rings: MmaRings, adds: Boolean) -> MmaRings:
+    def _pv0(self, context: Context, rings: MmaRings, adds: Boolean) -> MmaRings:
         """O = P V for the first 64 keys of a step; added to O in all steps but a tile's first."""
         barriers = context.barriers
         barriers["kv_loaded"].wait(rings.kv)
@@ -323,7 +314,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return rings
 
     @traced("PV1")
-    def _pv1(self, context: BlackwellForwardContext, rings: MmaRings) -> MmaRings:
+    def _pv1(self, context: Context, rings: MmaRings) -> MmaRings:
         """O += P V for the other 64 keys of a step."""
         barriers = context.barriers
         barriers["p_last_done"].wait(rings.p_last)
@@ -341,7 +332,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ softmax
 
     @cute.jit
-    def softmax(self, context: BlackwellForwardContext):
+    def softmax(self, context: Context):
         """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
         rings = self.scores.rings()
         softmax = self._softmax(context)
@@ -369,7 +360,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             work = scheduler.advance_to_next_work()
         context.barriers["scale_free"].wait_for_all(rings.scale)
 
-    def _softmax(self, context: BlackwellForwardContext) -> OnlineSoftmax:
+    def _softmax(self, context: Context) -> OnlineSoftmax:
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2,
@@ -382,11 +373,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def _range_of_steps(
-        self,
-        context: BlackwellForwardContext,
-        row: ScoreRow,
-        softmax: OnlineSoftmax,
-        rings: SoftmaxRings,
+        self, context: Context, row: ScoreRow, softmax: OnlineSoftmax, rings: SoftmaxRings
     ):
         config, by_place = self.config, self.functions.change.by_place
         visibility = context.visibility(row.work, config.block_kv)
@@ -418,11 +405,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def _listed_steps(
-        self,
-        context: BlackwellForwardContext,
-        row: ScoreRow,
-        softmax: OnlineSoftmax,
-        rings: SoftmaxRings,
+        self, context: Context, row: ScoreRow, softmax: OnlineSoftmax, rings: SoftmaxRings
     ):
         steps = self.step_list(context, row.work)
         num_steps = steps.count
@@ -441,7 +424,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     @cute.jit
     def _step(
         self,
-        context: BlackwellForwardContext,
+        context: Context,
         row: ScoreRow,
         key: Int32,
         mask: Any,
@@ -483,7 +466,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return softmax, rings, mask
 
     @cute.jit
-    def _send_scale(self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings):
+    def _send_scale(self, context: Context, value: Float32, rings: SoftmaxRings):
         """Hand a value per row to the correction thread of the same row."""
         self.scores.write_scale(context, value, rings)
         context.barriers["scale_done"].arrive(rings.scale)
@@ -493,7 +476,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ correction
 
     @cute.jit
-    def correction(self, context: BlackwellForwardContext):
+    def correction(self, context: Context):
         """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it. O
         may be touched from o_done of one step until o_free lets PV of the next begin."""
         barriers, edges = context.barriers, self.edges
@@ -528,7 +511,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             work = scheduler.advance_to_next_work()
 
     @cute.jit
-    def _receive_scale(self, context: BlackwellForwardContext, rings: CorrectionRings):
+    def _receive_scale(self, context: Context, rings: CorrectionRings):
         """Return the value that the softmax thread of the same row sent."""
         context.barriers["scale_done"].wait(rings.scale)
         value = context.smem["scale"][self._row_in_block(), rings.scale.index]
@@ -541,13 +524,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @traced("drain O")
     @cute.jit
-    def _drain(
-        self,
-        context: BlackwellForwardContext,
-        work: WorkTile,
-        inverse: Float32,
-        rings: CorrectionRings,
-    ):
+    def _drain(self, context: Context, work: WorkTile, inverse: Float32, rings: CorrectionRings):
         """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory.
 
         With split keys in float32 to global memory, a row by its own thread: shared memory has no
@@ -592,7 +569,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     # ------------------------------------------------------------ epilogue
 
     @cute.jit
-    def epilogue(self, context: BlackwellForwardContext):
+    def epilogue(self, context: Context):
         """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
         config, packed = self.config, self.problem_class.packed_heads
         o: Any = context.tensors.o  # None with split keys

@@ -40,8 +40,9 @@ from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..scale_tiles import ScaleTiles, load_scales, scale_buffers, scale_tensor
 from ..scaled_mma import ScaledMma, copy_scales
 from ..tmem import tmem_buffer, tmem_store
-from .context import BlackwellForwardContext, LoadRings, MmaRings, ScoreRow, SoftmaxRings
-from .e4m3_config import P_LOG2
+from .config import P_LOG2
+from .context import BlackwellForwardContext as Context
+from .context import LoadRings, MmaRings, ScoreRow, SoftmaxRings
 from .kernel import ForwardKernel, KvTile
 from .mxfp8_config import SCALE_COLUMNS, Mxfp8Config
 from .two_groups import GROUPS, GroupScores, softmax_group
@@ -51,7 +52,7 @@ ONES = 0x7F7F7F7F
 
 
 @dataclass(frozen=True)
-class Mxfp8Context(ScaleTiles, BlackwellForwardContext):
+class Mxfp8Context(ScaleTiles, Context):
     """State that every warp role of one CTA shares. first_tiles: see `ScaleTiles`."""
 
     first_tiles: tuple[Int32, Int32] | None = None
@@ -69,9 +70,7 @@ class Mxfp8MmaRings(MmaRings):
 
 @dataclass(frozen=True)
 class ReadScores(GroupScores):
-    def load(
-        self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
-    ) -> Any:
+    def load(self, context: Context, address: Int32, row: ScoreRow, key: Int32, mask: Any) -> Any:
         """Return the row's scores, and say that scales may lie over S."""
         scores = GroupScores.load(self, context, address, row, key, mask)
         read = context.barriers["s_read"]
@@ -82,11 +81,7 @@ class ReadScores(GroupScores):
         return scores
 
     def update_max(
-        self,
-        context: BlackwellForwardContext,
-        softmax: OnlineSoftmax,
-        scores: cute.Tensor,
-        rings: SoftmaxRings,
+        self, context: Context, softmax: OnlineSoftmax, scores: cute.Tensor, rings: SoftmaxRings
     ) -> Float32:
         """Return the base's factor; store this group's half of P's scales once both have read S."""
         factor = super().update_max(context, softmax, scores, rings)
@@ -136,9 +131,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     # ------------------------------------------------------------ load
 
-    def _load_q(
-        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
-    ) -> LoadRings:
+    def _load_q(self, context: Context, work: WorkTile, rings: LoadRings) -> LoadRings:
         """Load this CTA's rows of Q, and their scales to the same barrier."""
         state = rings.q.copy()
         loaded: LoadRings = super()._load_q(context, work, rings)
@@ -147,12 +140,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         return loaded
 
     def _load_kv(
-        self,
-        context: BlackwellForwardContext,
-        work: WorkTile,
-        kv_tile: KvTile,
-        name: str,
-        rings: LoadRings,
+        self, context: Context, work: WorkTile, kv_tile: KvTile, name: str, rings: LoadRings
     ) -> LoadRings:
         """Load this CTA's half of K or V, and the scales of all of it to the same barrier."""
         state = rings.kv.copy()
@@ -163,7 +151,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     def _load_scales(
         self,
-        context: BlackwellForwardContext,
+        context: Context,
         name: str,
         work: WorkTile,
         place: tuple[Any, Int32, Int32],
@@ -179,7 +167,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     # ------------------------------------------------------------ mma
 
-    def _issue_mmas(self, context: BlackwellForwardContext, rings: MmaRings) -> Mxfp8MmaRings:
+    def _issue_mmas(self, context: Context, rings: MmaRings) -> Mxfp8MmaRings:
         read = context.barriers["s_read"]
         own = Mxfp8MmaRings(**vars(rings), read=read.edge.waiter_state())
         own = super()._issue_mmas(context, own)
@@ -187,7 +175,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         return own
 
     @traced("QK")
-    def _qk(self, context: BlackwellForwardContext, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
+    def _qk(self, context: Context, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
         """S = Q K^T of a step, its scales over the other S."""
         barriers = context.barriers
         barriers["kv_loaded"].wait(rings.kv)
@@ -210,9 +198,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         return rings
 
     @traced("PV0")
-    def _pv0(
-        self, context: BlackwellForwardContext, rings: Mxfp8MmaRings, adds: Boolean
-    ) -> Mxfp8MmaRings:
+    def _pv0(self, context: Context, rings: Mxfp8MmaRings, adds: Boolean) -> Mxfp8MmaRings:
         """O = P V for the first 64 keys of a step, V's scales of all copied behind P."""
         barriers = context.barriers
         barriers["kv_loaded"].wait(rings.kv)
@@ -226,7 +212,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
         return rings
 
     @traced("PV1")
-    def _pv1(self, context: BlackwellForwardContext, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
+    def _pv1(self, context: Context, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
         """O += P V for the other 64 keys of a step."""
         barriers = context.barriers
         barriers["p_last_done"].wait(rings.p_last)
@@ -241,7 +227,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
 
     def _pv(
         self,
-        context: BlackwellForwardContext,
+        context: Context,
         mma: ScaledMma,
         rings: Mxfp8MmaRings,
         state: RingState,
@@ -252,9 +238,9 @@ class ForwardMxfp8Kernel(ForwardKernel):
         v = _buffer(context, "v", rings.kv)
         mma.issue_scaled(o, p, v, adds, (scales[0], scales[1]))
 
-    def _in_tmem(self, context: BlackwellForwardContext, name: str, state: RingState) -> Int32:
+    def _in_tmem(self, context: Context, name: str, state: RingState) -> Int32:
         return tmem_buffer(context.tmem, self.tmem_plan, name, state)
 
 
-def _buffer(context: BlackwellForwardContext, name: str, state: RingState) -> cute.Pointer:
+def _buffer(context: Context, name: str, state: RingState) -> cute.Pointer:
     return context.smem[name][None, None, state.index].iterator

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...block_scales import ATOM_BYTES, ATOMS
+from ...block_scales import SCALE_ALIGNMENT, SCALE_BYTES
 from ...forward.tiles import ForwardTiles
 from ...plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from ...plan.edges import Edge, EdgeTable, Signal
-from ..pair_plan import CTAS
-from .e4m3_config import E4M3_TILES, E4m3ForwardConfig
+from ..pair_plan import CTAS, with_scale_bytes
+from .config import E4M3_TILES, E4m3ForwardConfig
 
 #: Those of e4m3; blocks begin where a tensor does, so all tiles are of one launch.
 MXFP8_TILES = replace(E4M3_TILES, kind="forward_mxfp8", launch_steps=None)
 
-#: Bytes of the scales of 128 rows of Q or K, or of 128 keys of V.
-SCALE_BYTES, SCALE_ALIGNMENT = ATOMS * ATOM_BYTES, 128
 #: Columns of tensor memory that the scales of an operand take, as A or B of both MMAs, and where
 #: they lie over S: behind P, whose own come with it.
 SCALE_COLUMNS = {"q": (32, 8), "k": (40, 8), "p": (64, 4), "v": (72, 8)}
@@ -56,16 +54,10 @@ class Mxfp8Config(E4m3ForwardConfig):
 
     @property
     def edges(self) -> EdgeTable:
-        found = [
-            replace(edge, transaction_bytes=edge.transaction_bytes + CTAS * SCALE_BYTES)
-            if edge.signal is Signal.TMA_PAIR
-            else edge
-            for edge in super().edges.edges
-        ]
         softmax = len(self.warps.softmax)
         read = Edge("s_read", 1, Signal.WARPS_PAIR, "softmax", softmax, "mma",
                     "S in registers: scales may lie over it", True, polls=self.polls)  # fmt: skip
-        return EdgeTable((*found, read))
+        return EdgeTable((*with_scale_bytes(super().edges, CTAS * SCALE_BYTES), read))
 
     @property
     def title(self) -> str:

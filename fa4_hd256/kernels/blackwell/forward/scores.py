@@ -23,7 +23,8 @@ from ...plan.edges import Barrier, RingState
 from ..instructions import fence_before_thread_sync
 from ..tmem import tmem_load
 from .config import ForwardConfig
-from .context import BlackwellForwardContext, ScoreRow, SoftmaxRings
+from .context import BlackwellForwardContext as Context
+from .context import ScoreRow, SoftmaxRings
 
 #: Columns that one tcgen05.ld moves: many, since each load of O shows its latency, and of several
 #: loads of S ptxas may move the last ones behind first uses.
@@ -55,12 +56,12 @@ class StepScores:
     def rings(self) -> SoftmaxRings:
         return SoftmaxRings.waiting(self.config.edges, "s_done", "scale_free")
 
-    def bits(self, context: BlackwellForwardContext, steps: StepList) -> RowBits:
+    def bits(self, context: Context, steps: StepList) -> RowBits:
         """Return the bits of a block mask of the thread's keys in the first step."""
         return steps.row(context.cta_rank, self.row())
 
     def places(
-        self, context: BlackwellForwardContext, rings: SoftmaxRings, key: Int32
+        self, context: Context, rings: SoftmaxRings, key: Int32
     ) -> tuple[Int32, Int32, Int32]:
         """Return (where the thread's scores lie, where its P goes, its first key). key: the first
         one of the step. P lies over S: two 16-bit values per column, or four e4m3, in columns that
@@ -70,32 +71,22 @@ class StepScores:
         return address, address, key
 
     def update_max(
-        self,
-        context: BlackwellForwardContext,
-        softmax: OnlineSoftmax,
-        scores: cute.Tensor,
-        rings: SoftmaxRings,
+        self, context: Context, softmax: OnlineSoftmax, scores: cute.Tensor, rings: SoftmaxRings
     ) -> Float32:
         return softmax.update_max(scores)
 
-    def join_sums(
-        self, context: BlackwellForwardContext, softmax: OnlineSoftmax, rings: SoftmaxRings
-    ) -> None:
+    def join_sums(self, context: Context, softmax: OnlineSoftmax, rings: SoftmaxRings) -> None:
         """Make the thread's sum that of all keys of its row, behind a tile's last step."""
 
     def sends(self, is_row: Boolean) -> Boolean:
         return is_row
 
-    def write_scale(
-        self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings
-    ) -> None:
+    def write_scale(self, context: Context, value: Float32, rings: SoftmaxRings) -> None:
         """Write a value for the correction thread of the same row."""
         context.smem["scale"][self.row(), rings.scale.index] = value
 
     @cute.jit
-    def load(
-        self, context: BlackwellForwardContext, address: Int32, row: ScoreRow, key: Int32, mask: Any
-    ):
+    def load(self, context: Context, address: Int32, row: ScoreRow, key: Int32, mask: Any):
         """Return the row's scores, -inf where it does not see the key. address, key: of `places`.
         mask: `RangeMask`; in a listed step `RowBits`; None in a step whose keys the row sees
         all."""
@@ -116,7 +107,7 @@ class StepScores:
         return scores
 
     def _places(
-        self, context: BlackwellForwardContext, row: ScoreRow, key: Int32, keys_exist: bool
+        self, context: Context, row: ScoreRow, key: Int32, keys_exist: bool
     ) -> ScorePlaces | None:
         return self.functions.score_places(
             context, row.work, lambda i: (row.head, row.query, key + i), keys_exist
@@ -124,12 +115,7 @@ class StepScores:
 
     @cute.jit
     def _hide_unseen(
-        self,
-        context: BlackwellForwardContext,
-        scores: cute.Tensor,
-        row: ScoreRow,
-        key: Int32,
-        number: Int32,
+        self, context: Context, scores: cute.Tensor, row: ScoreRow, key: Int32, number: Int32
     ):
         """Set the scores of a listed step that the mask_mod hides to -inf.  number: see
         `MaskFunction.hide`."""

@@ -35,7 +35,8 @@ from ...mask.block_mask import WORD_BITS, RowBits, StepList
 from ...plan.budgets import WARPS_PER_WARPGROUP
 from ...plan.edges import RingState
 from ..instructions import fence_after_thread_sync, fence_before_thread_sync
-from .context import BlackwellForwardContext, SoftmaxRings
+from .context import BlackwellForwardContext as Context
+from .context import SoftmaxRings
 from .scores import StepScores
 
 #: Number of the first named barrier at which two warps with the same rows meet.
@@ -64,37 +65,29 @@ class GroupScores(StepScores):
         rings = super().rings()
         return GroupSoftmaxRings(**vars(rings), exchange=RingState(GROUPS, Int32(0), Int32(0)))
 
-    def bits(self, context: BlackwellForwardContext, steps: StepList) -> RowBits:
+    def bits(self, context: Context, steps: StepList) -> RowBits:
         # The 0 that is added depends on the row: `StepList.row`, NOTE [numbers of a thread].
         half = context.cta_rank + cute.arch.thread_idx()[0] // (GROUPS * self.config.block_q)
         words = self.config.softmax_columns // WORD_BITS
         return steps.row(half, self.row(), (softmax_group() * words, words))
 
     def places(
-        self, context: BlackwellForwardContext, rings: SoftmaxRings, key: Int32
+        self, context: Context, rings: SoftmaxRings, key: Int32
     ) -> tuple[Int32, Int32, Int32]:
         s, p, key = super().places(context, rings, key)
         first = softmax_group() * self.config.softmax_columns
         return s + first, p + first * self.config.element_bytes // FLOAT_BYTES, key + first
 
     def update_max(
-        self,
-        context: BlackwellForwardContext,
-        softmax: OnlineSoftmax,
-        scores: cute.Tensor,
-        rings: SoftmaxRings,
+        self, context: Context, softmax: OnlineSoftmax, scores: cute.Tensor, rings: SoftmaxRings
     ) -> Float32:
         own = softmax.tile_max(scores)
         return softmax.move_max(cute.arch.fmax(own, self._exchanged(context, own, rings)))
 
-    def join_sums(
-        self, context: BlackwellForwardContext, softmax: OnlineSoftmax, rings: SoftmaxRings
-    ) -> None:
+    def join_sums(self, context: Context, softmax: OnlineSoftmax, rings: SoftmaxRings) -> None:
         softmax.row_sum += self._exchanged(context, softmax.row_sum, rings)
 
-    def _exchanged(
-        self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings
-    ) -> Float32:
+    def _exchanged(self, context: Context, value: Float32, rings: SoftmaxRings) -> Float32:
         """Return the value of the other thread of the row: NOTE [exchange]."""
         assert isinstance(rings, GroupSoftmaxRings)
         row, place = self.row(), softmax_group() ^ rings.exchange.index
@@ -114,7 +107,7 @@ class GroupScores(StepScores):
         return is_row & (softmax_group() == 0)
 
     @cute.jit
-    def write_scale(self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings):
+    def write_scale(self, context: Context, value: Float32, rings: SoftmaxRings):
         if softmax_group() == 0:
             context.smem["scale"][self.row(), rings.scale.index] = value
 

@@ -17,10 +17,11 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder, TileProblem
 from ....schedulers.protocol import WorkTile
-from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
+from ...backward.common import BackwardContext as Context
+from ...backward.common import BackwardEntry, BackwardKernelTensors
 from ...context import KernelParts, schedule, shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates
 from ...problem_class import CallScalars, GradientClass
 from ...rows.sequences import Sequence, TilePlace
 from ..fragments import store_row
@@ -107,9 +108,9 @@ class HopperBackward(BackwardEntry):
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> BackwardContext:
+    ) -> Context:
         memory = SharedMemory(allocator, self.plan.smem, self.dtype)
-        return BackwardContext(
+        return Context(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
             smem=self.smem(memory),
@@ -121,7 +122,7 @@ class HopperBackward(BackwardEntry):
 
     # ------------------------------------------------------------------------------------- load
 
-    def next_buffer(self, context: BackwardContext, ring: str, states: RingStates) -> LoadTarget:
+    def next_buffer(self, context: Context, ring: str, states: RingStates) -> LoadTarget:
         """Wait until a ring's next buffer is free, and expect its bytes; return (barrier, number of
         the buffer).  The state of `<ring>_free` advances when all copies have been issued."""
         state, loaded = states[f"{ring}_free"], context.barriers[f"{ring}_loaded"]
@@ -131,7 +132,7 @@ class HopperBackward(BackwardEntry):
 
     def load_box(
         self,
-        context: BackwardContext,
+        context: Context,
         box: str,
         place: TilePlace,
         barrier: cute.Pointer,
@@ -146,16 +147,16 @@ class HopperBackward(BackwardEntry):
         load_tile(source, part, place, barrier, 0, multicast=mask, evict_last=evict_last)
 
     def prefetch_box(
-        self, context: BackwardContext, box: str, place: TilePlace, buffer: cute.Tensor
+        self, context: Context, box: str, place: TilePlace, buffer: cute.Tensor
     ) -> None:
         """Prefetch into L2 what a load is to bring into a buffer."""
         part = self._loaded_part(context, box, buffer)
         prefetch_tile(self._source(context, box), part, place)
 
-    def _source(self, context: BackwardContext, box: str) -> TmaTensor:
+    def _source(self, context: Context, box: str) -> TmaTensor:
         return context.tensors.loads[list(self.boxes).index(box)]
 
-    def _loaded_part(self, context: BackwardContext, box: str, buffer: cute.Tensor) -> cute.Tensor:
+    def _loaded_part(self, context: Context, box: str, buffer: cute.Tensor) -> cute.Tensor:
         """Return what this CTA's load fills of a buffer, as one of one stage."""
         if box in self.shared_boxes:
             _, rows, columns = self.boxes[box]
@@ -166,7 +167,7 @@ class HopperBackward(BackwardEntry):
 
     def issue_scores(
         self,
-        context: BackwardContext,
+        context: Context,
         ring: str,
         operands: tuple[cute.Tensor, cute.Tensor],
         result: cute.Tensor,
@@ -180,9 +181,7 @@ class HopperBackward(BackwardEntry):
         multiply(self.score, result, a, b[None, None, None, state.index], False)
         commit()
 
-    def change_scores(
-        self, context: BackwardContext, s: cute.Tensor, work: WorkTile, position: Any
-    ) -> Any:
+    def change_scores(self, context: Context, s: cute.Tensor, work: WorkTile, position: Any) -> Any:
         """Scores of a step as the mask takes them, in place; returns what makes their slopes, see
         `SlopedChange.apply_for_slopes`."""
         if self.problem_class.negative_scale:

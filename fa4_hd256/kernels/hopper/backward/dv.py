@@ -39,14 +39,14 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward.common import BackwardContext, Step, heads_of_part
+from ...backward.common import BackwardContext as Context
+from ...backward.common import Step, heads_of_part
 from ...backward.ds_tiles import DS_TILE, RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
-from ...plan.edges import SharedByReference
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -132,13 +132,13 @@ class DvKernel(HopperBackward):
 
     # Steps come in whole blocks of dS: NOTE [blocks of dS] in `backward.ds_tiles`.
 
-    def num_steps(self, context: BackwardContext, work: WorkTile) -> Int32:
+    def num_steps(self, context: Context, work: WorkTile) -> Int32:
         if cutlass.const_expr(self.problem_class.lists_steps):
             return self.tiles.num_steps(context, work)
         blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
         return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
 
-    def first_position(self, context: BackwardContext, work: WorkTile) -> Step:
+    def first_position(self, context: Context, work: WorkTile) -> Step:
         if cutlass.const_expr(self.problem_class.lists_steps):
             return self.tiles.first_position(context, work)
         tile = (work.block * TILE_KEYS, TILE_KEYS)
@@ -147,13 +147,13 @@ class DvKernel(HopperBackward):
         return Step(heads_of_part(context, work.head)[0], span[0], span)
 
     @staticmethod
-    def _by_blocks(context: BackwardContext, work: WorkTile) -> Visibility:
+    def _by_blocks(context: Context, work: WorkTile) -> Visibility:
         return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
 
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: BackwardContext):
+    def load(self, context: Context):
         """K and V of a tile, Q and dO of each step with their LSE and delta; one warp of each CTA.
         With each Q that of the next step is prefetched into L2."""
         states = RingStates.waiting(self.edges, "k_free", "v_free", "q_free", "dout_free")
@@ -180,7 +180,7 @@ class DvKernel(HopperBackward):
 
     @traced("load")
     def _load_keys(
-        self, context: BackwardContext, name: str, work: WorkTile, states: RingStates
+        self, context: Context, name: str, work: WorkTile, states: RingStates
     ) -> RingStates:
         """Load this CTA's keys of K or V."""
         barrier, _ = self.next_buffer(context, name, states)
@@ -191,7 +191,7 @@ class DvKernel(HopperBackward):
 
     @traced("load")
     def _load_queries(
-        self, context: BackwardContext, name: str, work: WorkTile, step: Step, states: RingStates
+        self, context: Context, name: str, work: WorkTile, step: Step, states: RingStates
     ) -> RingStates:
         """Load Q with its LSE, or dO with its delta, of a step, for both CTAs."""
         target = self.next_buffer(context, name, states)
@@ -200,7 +200,7 @@ class DvKernel(HopperBackward):
         return states
 
     def _copy_queries(
-        self, context: BackwardContext, name: str, work: WorkTile, step: Step, target: LoadTarget
+        self, context: Context, name: str, work: WorkTile, step: Step, target: LoadTarget
     ) -> None:
         (barrier, buffer), stats = target, STATS[name]
         place = self.tiles.place_of_queries(context, work, step)
@@ -209,7 +209,7 @@ class DvKernel(HopperBackward):
         self.tiles.load_stats(context, stats, (work, step), destination)
 
     @cute.jit
-    def _prefetch_q(self, context: BackwardContext, work: WorkTile, step: Step, exists: Boolean):
+    def _prefetch_q(self, context: Context, work: WorkTile, step: Step, exists: Boolean):
         """Prefetch into L2 Q of the step behind this one, if it exists."""
         if exists:
             following = self.tiles.next_position(step)
@@ -219,7 +219,7 @@ class DvKernel(HopperBackward):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: BackwardContext):
+    def gradient(self, context: Context):
         """One warpgroup: dV of its 64 keys of every tile, and their dS."""
         states = RingStates.waiting(self.edges, "k_loaded", "v_loaded", "q_loaded", "dout_loaded")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -233,7 +233,7 @@ class DvKernel(HopperBackward):
             self._finish(context, work, dv)
             work = scheduler.advance_to_next_work()
 
-    def _operands(self, context: BackwardContext) -> DvOperands:
+    def _operands(self, context: Context) -> DvOperands:
         smem, shape, place = context.smem, (ROWS, HEAD_DIM), (this_warpgroup(), 0)
         k, v = (
             self.score.a_operand(cute.local_tile(smem[name][None, None, 0], shape, place))
@@ -250,7 +250,7 @@ class DvKernel(HopperBackward):
     @cute.jit
     def _steps(
         self,
-        context: BackwardContext,
+        context: Context,
         operands: DvOperands,
         dv: cute.Tensor,
         work: WorkTile,
@@ -321,7 +321,7 @@ class DvKernel(HopperBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: BackwardContext,
+        context: Context,
         s: cute.Tensor,
         p_slopes: cute.Tensor,
         tile: DvTile,
@@ -349,7 +349,7 @@ class DvKernel(HopperBackward):
                 pack(sloped, _run_of(p_slopes, run))
         return states
 
-    def _place_of_ds(self, context: BackwardContext, step: Step, row: Int32) -> cute.Pointer:
+    def _place_of_ds(self, context: Context, step: Step, row: Int32) -> cute.Pointer:
         """Return the address of this thread's first element of dS of a step."""
         steps = DS_TILE // STEP_QUERIES
         key = this_warpgroup() * ROWS + row_of_fragment(0)
@@ -363,7 +363,7 @@ class DvKernel(HopperBackward):
     @cute.jit
     def _store_ds(
         self,
-        context: BackwardContext,
+        context: Context,
         dp: cute.Tensor,
         p_slopes: cute.Tensor,
         stage: Int32,
@@ -395,7 +395,7 @@ class DvKernel(HopperBackward):
 
     @traced("drain dV")
     @cute.jit
-    def _finish(self, context: BackwardContext, work: WorkTile, dv: cute.Tensor):
+    def _finish(self, context: Context, work: WorkTile, dv: cute.Tensor):
         rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)
         self.store(dv, context.tensors.results[0], rows, first, work.head)
 

@@ -12,7 +12,8 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR, BlockList
-from ...backward.common import BackwardContext, Step
+from ...backward.common import BackwardContext as Context
+from ...backward.common import Step
 from ...backward.ds_tiles import RUN
 from ...backward.key_tiles import KeyTiles
 from ...functions.kernel_functions import KernelFunctions, Locate
@@ -42,7 +43,7 @@ class KeyMask(NamedTuple):
 class ListedKeyMask(NamedTuple):
     listed: BlockList
     rank: Int32
-    context: BackwardContext
+    context: Context
     work: WorkTile
 
 
@@ -53,30 +54,30 @@ class KeyRows(KeyTiles):
         self.plan, self.problem_class = plan, functions.problem_class
         self.functions = functions
 
-    def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
+    def first_row(self, context: Context, work: WorkTile) -> Int32:
         plan = self.plan
         first = work.block * plan.tile_rows + context.cta_rank * plan.cta_rows
         return first + this_warpgroup() * ROWS
 
-    def result_rows(self, context: BackwardContext, work: WorkTile) -> Sequence:
+    def result_rows(self, context: Context, work: WorkTile) -> Sequence:
         return context.sequences.key(work.batch)
 
-    def places(self, context: BackwardContext, box: str, work: WorkTile, step: Step) -> TilePlace:
+    def places(self, context: Context, box: str, work: WorkTile, step: Step) -> TilePlace:
         """Return the place of a box of keys or queries; see `tma_tile`."""
         if box in ("k", "v"):
             return self.place_of_keys(context, work)
         return self.place_of_queries(context, work, step)
 
-    def place_of_keys(self, context: BackwardContext, work: WorkTile) -> TilePlace:
+    def place_of_keys(self, context: Context, work: WorkTile) -> TilePlace:
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.cta_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
-    def place_of_queries(self, context: BackwardContext, work: WorkTile, step: Step) -> TilePlace:
+    def place_of_queries(self, context: Context, work: WorkTile, step: Step) -> TilePlace:
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
-    def mask(self, context: BackwardContext, work: WorkTile) -> KeyMask | ListedKeyMask:
+    def mask(self, context: Context, work: WorkTile) -> KeyMask | ListedKeyMask:
         if cutlass.const_expr(self.problem_class.lists_steps):
             listed = self.block_list(context, work)
             return ListedKeyMask(listed, context.cta_rank, context, work)
@@ -86,7 +87,7 @@ class KeyRows(KeyTiles):
         unmasked = steps.unmasked_begin, steps.unmasked_end
         return KeyMask(visibility, first, unmasked, first + ROWS > visibility.seqlen_q)
 
-    def locator(self, context: BackwardContext, work: WorkTile, step: Step) -> Locate:
+    def locator(self, context: Context, work: WorkTile, step: Step) -> Locate:
         """Return the function from a score's number to its (query head, query, key)."""
         columns, first = self.plan.step_columns, self.first_row(context, work)
         query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
@@ -143,7 +144,7 @@ class KeyRows(KeyTiles):
             words = bits[WORD_PAIR * number : WORD_PAIR * (number + 1)]
             hide_unseen(row, words, fragment_columns(self.plan.step_columns))
 
-    def passing_stats(self, context: BackwardContext, name: str, stage: Int32) -> cute.Tensor:
+    def passing_stats(self, context: Context, name: str, stage: Int32) -> cute.Tensor:
         """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""
         columns = self.plan.step_columns
         layout = cute.make_layout((2, QUAD, columns // RUN), stride=(1, 2, RUN))
@@ -151,7 +152,7 @@ class KeyRows(KeyTiles):
         return by_lane[None, cute.arch.lane_idx() % QUAD, None]
 
     def stats_of(
-        self, context: BackwardContext, mask: KeyMask | ListedKeyMask, stages: tuple[Int32, Int32]
+        self, context: Context, mask: KeyMask | ListedKeyMask, stages: tuple[Int32, Int32]
     ) -> tuple[StatOf | None, ...]:
         """Return -LSE and -delta by element of a fragment, None where the kernel has no use of it;
         both belong to columns.  stages: buffers of x and y."""

@@ -25,7 +25,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
-from ...backward.common import BackwardContext
+from ...backward.common import BackwardContext as Context
 from ...backward.ds_tiles import (
     DS_BLOCK,
     DS_TILE,
@@ -41,7 +41,7 @@ from ...backward.gemm_tiles import GemmTiles, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -99,7 +99,7 @@ class ProductsKernel(HopperBackward):
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: BackwardContext):
+    def load(self, context: Context):
         """Each step's dS, and its rows of Q or K in pieces; one warp of each CTA."""
         states = RingStates.waiting(self.edges, "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -119,7 +119,7 @@ class ProductsKernel(HopperBackward):
             work = scheduler.advance_to_next_work()
 
     @traced("load")
-    def _load_ds(self, context: BackwardContext, position: Walk, states: RingStates) -> RingStates:
+    def _load_ds(self, context: Context, position: Walk, states: RingStates) -> RingStates:
         """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, buffer = self.next_buffer(context, "ds", states)
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
@@ -137,12 +137,7 @@ class ProductsKernel(HopperBackward):
     @traced("load")
     @cute.jit
     def _load_rows(
-        self,
-        context: BackwardContext,
-        work: WorkTile,
-        position: Walk,
-        piece: int,
-        states: RingStates,
+        self, context: Context, work: WorkTile, position: Walk, piece: int, states: RingStates
     ):
         """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
         barrier, buffer = self.next_buffer(context, "rows", states)
@@ -161,7 +156,7 @@ class ProductsKernel(HopperBackward):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: BackwardContext):
+    def gradient(self, context: Context):
         """One warpgroup: its 64 rows of every tile."""
         states = RingStates.waiting(self.edges, "ds_loaded", "rows_loaded", "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -187,7 +182,7 @@ class ProductsKernel(HopperBackward):
     def _shape(self, of_keys: bool) -> WgmmaShape:
         return WgmmaShape(self.dtype, HEAD_DIM, a_mn_major=not of_keys, b_mn_major=True)
 
-    def _operands(self, context: BackwardContext, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
+    def _operands(self, context: Context, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
         shape = self._shape(of_keys)
         # Rows, then what is reduced over.
         sizes: tuple[Any, Any] = (ROWS, (RUN, DS_TILE // RUN))
@@ -204,7 +199,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def _sum(
         self,
-        context: BackwardContext,
+        context: Context,
         num_steps: Int32,
         sums: cute.Tensor,
         of_keys: bool,
@@ -232,12 +227,7 @@ class ProductsKernel(HopperBackward):
 
     @cute.jit
     def _issue(
-        self,
-        context: BackwardContext,
-        gemm: Gemm,
-        piece: int,
-        states: RingStates,
-        accumulate: bool = True,
+        self, context: Context, gemm: Gemm, piece: int, states: RingStates, accumulate: bool = True
     ):
         """The MMA of a piece, as a group of its own."""
         sums, ds, rows, shape = gemm
@@ -255,9 +245,7 @@ class ProductsKernel(HopperBackward):
         return states
 
     @staticmethod
-    def _release(
-        context: BackwardContext, names: tuple[str, ...], states: RingStates
-    ) -> RingStates:
+    def _release(context: Context, names: tuple[str, ...], states: RingStates) -> RingStates:
         """The oldest buffers that this warp holds."""
         for name in names:
             context.barriers[f"{name}_free"].arrive(states[f"{name}_free"])
@@ -268,7 +256,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def _finish(
         self,
-        context: BackwardContext,
+        context: Context,
         sums: cute.Tensor,
         result: cute.Tensor,
         sequence: Sequence,

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ....schedulers.protocol import WorkTile
-from ...backward.common import BackwardContext
+from ...backward.common import BackwardContext as Context
 from ...backward.query_tiles import QueryTiles
 from ...functions.kernel_functions import KernelFunctions, Locate
 from ...mask.masking import Visibility
@@ -37,13 +37,11 @@ class QueryRows(QueryTiles):
     def __init__(self, plan: SinglePlan, functions: KernelFunctions) -> None:
         self.plan, self.problem_class = plan, functions.problem_class
 
-    def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
+    def first_row(self, context: Context, work: WorkTile) -> Int32:
         rank, group = context.cta_rank, this_warpgroup()
         return work.block * self.plan.tile_rows + rank * self.plan.cta_rows + group * ROWS
 
-    def places(
-        self, context: BackwardContext, box: str, work: WorkTile, position: Int32
-    ) -> TilePlace:
+    def places(self, context: Context, box: str, work: WorkTile, position: Int32) -> TilePlace:
         """Return the place of a box of the tile or of a step; see `tma_tile`."""
         if box in ("q", "dout"):
             first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.cta_rows
@@ -51,7 +49,7 @@ class QueryRows(QueryTiles):
         row, head = position * self.plan.step_columns, work.head // context.heads_per_kv
         return context.sequences.key(work.batch), row, context.cta_rank, head
 
-    def mask(self, context: BackwardContext, work: WorkTile) -> QueryMask:
+    def mask(self, context: Context, work: WorkTile) -> QueryMask:
         rows, first = self.plan.tile_rows, self.first_row(context, work)
         visibility = context.visibility(work, self.plan.step_columns)
         steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))
@@ -63,7 +61,7 @@ class QueryRows(QueryTiles):
         ]
         return QueryMask(visibility, first, unmasked, stats)
 
-    def locator(self, context: BackwardContext, work: WorkTile, position: Int32) -> Locate:
+    def locator(self, context: Context, work: WorkTile, position: Int32) -> Locate:
         """Return the function from a score's number to its (query head, query, key)."""
         first, columns = self.first_row(context, work), fragment_columns(self.plan.step_columns)
         key = position * self.plan.step_columns + cute.arch.lane_idx() % QUAD * 2
@@ -86,7 +84,7 @@ class QueryRows(QueryTiles):
                 visibility.apply(rows_of(s)[row], query, key, fragment_columns(columns))
 
     def stats_of(
-        self, context: BackwardContext, mask: QueryMask, stages: tuple[Int32, Int32]
+        self, context: Context, mask: QueryMask, stages: tuple[Int32, Int32]
     ) -> tuple[StatOf, StatOf]:
         lse, delta = mask.stats
         return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

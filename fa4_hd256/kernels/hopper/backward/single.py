@@ -30,13 +30,13 @@ from cutlass import Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward.common import BackwardContext, Step
+from ...backward.common import BackwardContext as Context
+from ...backward.common import Step
 from ...backward.ds_tiles import RUN
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import SharedByReference
-from ...plan.ring_states import RingStates
+from ...plan.edges import RingStates, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -124,7 +124,7 @@ class SingleKernel(HopperBackward):
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: BackwardContext):
+    def load(self, context: Context):
         states = RingStates.waiting(self.edges, "a_free", "x_free", "y_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -144,7 +144,7 @@ class SingleKernel(HopperBackward):
 
     @traced("load")
     def _load_stays(
-        self, context: BackwardContext, work: WorkTile, position: Int32 | Step, states: RingStates
+        self, context: Context, work: WorkTile, position: Int32 | Step, states: RingStates
     ) -> RingStates:
         barrier, _ = self.next_buffer(context, "a", states)
         for box, name in zip(self.stays, "ag"):
@@ -156,7 +156,7 @@ class SingleKernel(HopperBackward):
     @traced("load")
     def _load_passing(
         self,
-        context: BackwardContext,
+        context: Context,
         name: str,
         work: WorkTile,
         position: Int32 | Step,
@@ -176,7 +176,7 @@ class SingleKernel(HopperBackward):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: BackwardContext):
+    def gradient(self, context: Context):
         """One warpgroup: its 64 rows of every tile."""
         states = RingStates.waiting(
             self.edges, "a_loaded", "x_loaded", "y_loaded", "x_free", "y_free"
@@ -192,7 +192,7 @@ class SingleKernel(HopperBackward):
             self._finish(context, work, sums)
             work = scheduler.advance_to_next_work()
 
-    def _operands(self, context: BackwardContext) -> SingleOperands:
+    def _operands(self, context: Context) -> SingleOperands:
         smem, shape, place = context.smem, (ROWS, HEAD_DIM), (this_warpgroup(), 0)
         a, g = (
             self.score.a_operand(cute.local_tile(smem[name][None, None, 0], shape, place))
@@ -205,7 +205,7 @@ class SingleKernel(HopperBackward):
     @cute.jit
     def _steps(
         self,
-        context: BackwardContext,
+        context: Context,
         operands: SingleOperands,
         sums: cute.Tensor,
         work: WorkTile,
@@ -228,7 +228,7 @@ class SingleKernel(HopperBackward):
     @cute.jit
     def _step(
         self,
-        context: BackwardContext,
+        context: Context,
         tile: SingleTile,
         position: Int32 | Step,
         sums: cute.Tensor | None,
@@ -269,7 +269,7 @@ class SingleKernel(HopperBackward):
 
     def _issue(
         self,
-        context: BackwardContext,
+        context: Context,
         ring: str,
         operands: tuple[cute.Tensor, cute.Tensor],
         result: cute.Tensor,
@@ -280,7 +280,7 @@ class SingleKernel(HopperBackward):
         return states
 
     def _issue_sum(
-        self, context: BackwardContext, tile: SingleTile, sums: cute.Tensor, states: RingStates
+        self, context: Context, tile: SingleTile, sums: cute.Tensor, states: RingStates
     ) -> RingStates:
         """Issue the oldest step's part of the sum."""
         if self.of_ds:
@@ -295,11 +295,11 @@ class SingleKernel(HopperBackward):
         commit()
         return states
 
-    def _release_sum(self, context: BackwardContext, states: RingStates) -> RingStates:
+    def _release_sum(self, context: Context, states: RingStates) -> RingStates:
         return self._release(context, "x" if self.of_ds else "y", states)
 
     @staticmethod
-    def _release(context: BackwardContext, ring: str, states: RingStates) -> RingStates:
+    def _release(context: Context, ring: str, states: RingStates) -> RingStates:
         """The oldest buffer of a ring that this warp holds."""
         context.barriers[f"{ring}_free"].arrive(states[f"{ring}_free"])
         states.advance(f"{ring}_free")
@@ -309,7 +309,7 @@ class SingleKernel(HopperBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: BackwardContext,
+        context: Context,
         s: cute.Tensor,
         tile: SingleTile,
         position: Int32 | Step,
@@ -328,7 +328,7 @@ class SingleKernel(HopperBackward):
 
     @traced("drain")
     @cute.jit
-    def _finish(self, context: BackwardContext, work: WorkTile, sums: cute.Tensor):
+    def _finish(self, context: Context, work: WorkTile, sums: cute.Tensor):
         if cutlass.const_expr(self.is_scaled):
             sums.store(sums.load() * context.scalars.softmax_scale)
         rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)

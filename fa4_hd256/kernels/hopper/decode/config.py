@@ -177,6 +177,7 @@ class E4m3Config:
 
     @property
     def part_buffers(self) -> int:
+        """Parts of K in f16 that a thread has at once."""
         return QK_PARTS if self.is_roomy else 2
 
     @property
@@ -186,6 +187,7 @@ class E4m3Config:
 
     @property
     def value_parts(self) -> int:
+        """Parts of V's keys: one becomes f16 while the one before is multiplied."""
         if not self.nvfp4:
             return 1
         return 2 if self.is_roomy else 4

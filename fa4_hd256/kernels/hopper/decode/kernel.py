@@ -64,7 +64,7 @@ from ..instructions import (
 )
 from . import e4m3_fragments, nvfp4_fragments, nvfp4_scales
 from .config import BLOCK_KV, QK_PARTS, E4m3Config
-from .context import HopperE4m3DecodeContext
+from .context import HopperE4m3DecodeContext as Context
 from .e4m3_fragments import KEY_STEPS, thread_key
 
 KEYS = len(KEY_STEPS)  # of a thread
@@ -177,10 +177,10 @@ class DecodeE4m3Kernel(HopperForward):
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> HopperE4m3DecodeContext:
+    ) -> Context:
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         smem, p = self._smem(memory)
-        return HopperE4m3DecodeContext(
+        return Context(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=Int32(0),
             smem=smem,
@@ -232,7 +232,7 @@ class DecodeE4m3Kernel(HopperForward):
         return (warp != self.warps.scheduler) & (warp != self.warps.queries)
 
     @cute.jit
-    def load(self, context: HopperE4m3DecodeContext):
+    def load(self, context: Context):
         state = self.edges["kv_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -255,12 +255,7 @@ class DecodeE4m3Kernel(HopperForward):
     @traced("load")
     @cute.jit
     def _load_kv(
-        self,
-        context: HopperE4m3DecodeContext,
-        name: str,
-        work: WorkTile,
-        position: Any,
-        state: RingState,
+        self, context: Context, name: str, work: WorkTile, position: Any, state: RingState
     ):
         """A tile of K or V to the next buffer.  position: the KV tile, as of `KeySource.first`."""
         loaded = context.barriers["kv_loaded"]
@@ -282,16 +277,12 @@ class DecodeE4m3Kernel(HopperForward):
 
     @traced("Q to f16")
     @cute.jit
-    def _bring_queries(self, context: HopperE4m3DecodeContext, stage: Int32):
+    def _bring_queries(self, context: Context, stage: Int32):
         self.scaled_rows.scale(context, stage)
         synchronise(self.softmax_threads)
 
     def _store_row(
-        self,
-        context: HopperE4m3DecodeContext,
-        row: tuple[int, Int32],
-        elements: list[Float32],
-        stage: Int32,
+        self, context: Context, row: tuple[int, Int32], elements: list[Float32], stage: Int32
     ) -> None:
         """Store this lane's 8 elements of a row in the order of K's columns."""
         target = context.smem["q_halves"][row, None, stage]
@@ -305,7 +296,7 @@ class DecodeE4m3Kernel(HopperForward):
     # ------------------------------------------------------------------------------------- tiles
 
     @cute.jit
-    def consume(self, context: HopperE4m3DecodeContext):
+    def consume(self, context: Context):
         """S^T = K Q^T, softmax and O^T += V^T P^T; O and LSE at the tile's end."""
         kv = self.edges["kv_loaded"].waiter_state()
         q_loaded = self.edges["q_loaded"].waiter_state()
@@ -344,7 +335,7 @@ class DecodeE4m3Kernel(HopperForward):
                 self._store_zeros(tile_context, work)
             work = scheduler.advance_to_next_work()
 
-    def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
+    def _create(self, context: Context) -> KeyFragments:
         config = self.config
         created = KeyFragments.create(
             self.scales.softmax_scale(context),
@@ -371,12 +362,7 @@ class DecodeE4m3Kernel(HopperForward):
 
     @cute.jit
     def _begin_tile(
-        self,
-        context: HopperE4m3DecodeContext,
-        softmax: KeyFragments,
-        work: WorkTile,
-        key: Int32,
-        state: RingState,
+        self, context: Context, softmax: KeyFragments, work: WorkTile, key: Int32, state: RingState
     ):
         context.barriers["q_loaded"].wait(state)
         self._bring_queries(context, state.index)
@@ -395,7 +381,7 @@ class DecodeE4m3Kernel(HopperForward):
     @cute.jit
     def _step(
         self,
-        context: HopperE4m3DecodeContext,
+        context: Context,
         softmax: KeyFragments,
         work: WorkTile,
         key: Int32,
@@ -423,7 +409,7 @@ class DecodeE4m3Kernel(HopperForward):
         return kv
 
     def _issue_qk(
-        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, kv: RingState
+        self, context: Context, softmax: KeyFragments, kv: RingState
     ) -> tuple[cute.Tensor, RingState]:
         """Issue S^T = K Q^T, part by part as K becomes f16; S."""
         context.barriers["kv_loaded"].wait(kv)
@@ -445,9 +431,7 @@ class DecodeE4m3Kernel(HopperForward):
                 commit()
         return scores, kv
 
-    def _load_values(
-        self, context: HopperE4m3DecodeContext, kv: RingState
-    ) -> tuple[list[Any], RingState]:
+    def _load_values(self, context: Context, kv: RingState) -> tuple[list[Any], RingState]:
         context.barriers["kv_loaded"].wait(kv)
         words = self.fragments.read_values(context.smem, kv.index)
         count = len(words) // self.config.value_parts
@@ -460,11 +444,7 @@ class DecodeE4m3Kernel(HopperForward):
     @traced("softmax")
     @cute.jit
     def _exponentiate(
-        self,
-        context: HopperE4m3DecodeContext,
-        softmax: KeyFragments,
-        scores: cute.Tensor,
-        step: DecodeStep,
+        self, context: Context, softmax: KeyFragments, scores: cute.Tensor, step: DecodeStep
     ):
         """S -> P in shared memory; maxima where they move, sums."""
         keys = rows_of(scores)
@@ -485,11 +465,7 @@ class DecodeE4m3Kernel(HopperForward):
         synchronise(self.softmax_threads)
 
     def _scale(
-        self,
-        context: HopperE4m3DecodeContext,
-        softmax: KeyFragments,
-        keys: tuple[cute.Tensor, ...],
-        work: WorkTile,
+        self, context: Context, softmax: KeyFragments, keys: tuple[cute.Tensor, ...], work: WorkTile
     ) -> None:
         """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
@@ -506,7 +482,7 @@ class DecodeE4m3Kernel(HopperForward):
                 _multiply_all(values, k_scale)
 
     def _weigh(
-        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
+        self, context: Context, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
     ) -> None:
         """A key's own scale of V, into the exponents of 2."""
         if not self.scales.of_pages:
@@ -519,9 +495,7 @@ class DecodeE4m3Kernel(HopperForward):
     def _query_of(self, work: WorkTile, number: int) -> Int32:
         return self.rows.first_query(work) + self._row(number) // self.rows.of_query
 
-    def _nodes(
-        self, context: HopperE4m3DecodeContext, work: WorkTile, is_masked: bool
-    ) -> list[Any] | None:
+    def _nodes(self, context: Context, work: WorkTile, is_masked: bool) -> list[Any] | None:
         if not (is_masked and context.mask.tree):
             return None
         return [context.nodes(work, self._query_of(work, row)) for row in range(self.thread_rows)]
@@ -542,9 +516,7 @@ class DecodeE4m3Kernel(HopperForward):
                 values[number] = cutlass.select_(is_visible, values[number], Float32(-math.inf))
 
     @traced("maxima")
-    def _raise_maxima(
-        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
-    ):
+    def _raise_maxima(self, context: Context, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]):
         largest = cute.make_rmem_tensor(self.thread_rows, Float32)
         for row in range(self.thread_rows):
             largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
@@ -568,7 +540,7 @@ class DecodeE4m3Kernel(HopperForward):
 
     def _share(
         self,
-        context: HopperE4m3DecodeContext,
+        context: Context,
         name: str,
         values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
@@ -584,7 +556,7 @@ class DecodeE4m3Kernel(HopperForward):
 
     @traced("sums")
     @cute.jit
-    def _finish(self, context: HopperE4m3DecodeContext, softmax: KeyFragments, work: WorkTile):
+    def _finish(self, context: Context, softmax: KeyFragments, work: WorkTile):
         """LSE of each row to global memory; return 1/sum of this thread's rows."""
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
         if cute.arch.thread_idx()[0] < WARP_SIZE:
@@ -614,7 +586,7 @@ class DecodeE4m3Kernel(HopperForward):
             values[number] = shared[self._row(number), column]
         return values
 
-    def _store_probabilities(self, context: HopperE4m3DecodeContext, scores: cute.Tensor) -> None:
+    def _store_probabilities(self, context: Context, scores: cute.Tensor) -> None:
         """P to shared memory: a key of two neighbouring rows per word."""
         rounded = cute.make_rmem_tensor(cute.size(scores), cutlass.Float16)
         pack(scores, rounded)
@@ -628,25 +600,21 @@ class DecodeE4m3Kernel(HopperForward):
 
     @traced("store O")
     def _store_sums(
-        self,
-        context: HopperE4m3DecodeContext,
-        softmax: KeyFragments,
-        work: WorkTile,
-        inverses: cute.Tensor,
+        self, context: Context, softmax: KeyFragments, work: WorkTile, inverses: cute.Tensor
     ):
         for accumulator in softmax.o:
             self._multiply_columns(accumulator, inverses)
         columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]
         self._store(context, work, columns)
 
-    def _store_zeros(self, context: HopperE4m3DecodeContext, work: WorkTile):
+    def _store_zeros(self, context: Context, work: WorkTile):
         """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.thread_rows, Float32)
         zeros.fill(0.0)
         self._store(context, work, [zeros] * 4)
 
     @cute.jit
-    def _store(self, context: HopperE4m3DecodeContext, work: WorkTile, columns: list):
+    def _store(self, context: Context, work: WorkTile, columns: list):
         """Four neighbouring columns of this thread's rows.  columns: their values by row."""
         packed, length = self.problem_class.packed_heads, context.query(work).length
         thread = cute.arch.thread_idx()[0]

@@ -40,7 +40,8 @@ from ...rows.sequences import by_sequence
 from ..fragments import exchanged_words, row_columns, store_exchanged, store_float32
 from ..instructions import QUAD, WgmmaShape, pack, rows_of, transposed
 from .config import WARPGROUP_ROWS, ForwardConfig
-from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
+from .context import Fragments, RowSoftmax, Running, StepKeys, WarpgroupTile
+from .context import HopperForwardContext as Context
 from .masks import hide_by_bits, hide_by_range, listed_bits, locator
 from .warpgroup import ResultRow, WarpgroupForward
 
@@ -86,7 +87,7 @@ class ForwardKernel(WarpgroupForward):
         return operation, config.block_kv, HEAD_DIM // config.ctas
 
     @cute.jit
-    def run_other_role(self, context: HopperForwardContext, warp: Int32):
+    def run_other_role(self, context: Context, warp: Int32):
         if cutlass.const_expr(self.gathers):
             if (warp != self.warps.load) & (warp != self.warps.scheduler):
                 self.load(context)
@@ -113,7 +114,7 @@ class ForwardKernel(WarpgroupForward):
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: HopperForwardContext):
+    def load(self, context: Context):
         """Fetch K and Q of a tile's first step, then K of a step before V of the one before."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
@@ -152,7 +153,7 @@ class ForwardKernel(WarpgroupForward):
         context.barriers["v_free"].wait_for_all(v_free)
 
     @cute.jit
-    def load_queries(self, context: HopperForwardContext):
+    def load_queries(self, context: Context):
         q_free = RingState(1, Int32(0), Int32(1))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -170,12 +171,7 @@ class ForwardKernel(WarpgroupForward):
     @traced("load")
     @cute.jit
     def _load_kv(
-        self,
-        context: HopperForwardContext,
-        name: str,
-        work: WorkTile,
-        position: Any,
-        state: RingState,
+        self, context: Context, name: str, work: WorkTile, position: Any, state: RingState
     ):
         """A tile of K or V, or this CTA's columns for both.  position: as of `KeySource.first`."""
         loaded = context.barriers[f"{name}_loaded"]
@@ -199,7 +195,7 @@ class ForwardKernel(WarpgroupForward):
     # ------------------------------------------------------------------------------------ tiles
 
     @cute.jit
-    def consume(self, context: HopperForwardContext):
+    def consume(self, context: Context):
         """Q K^T, softmax and P V of the 64 rows of this warpgroup; O and LSE at the tile's end."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         # Q of this warpgroup has one buffer, whose number is the warpgroup's.
@@ -223,7 +219,7 @@ class ForwardKernel(WarpgroupForward):
             self._finish(context, fragments, running.softmax, work, first_row, gate)
             work = scheduler.advance_to_next_work()
 
-    def _fragments(self, context: HopperForwardContext, warpgroup: Int32) -> Fragments:
+    def _fragments(self, context: Context, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
         return Fragments(
             p=pv.a_fragment(self.config.block_kv),
@@ -233,7 +229,7 @@ class ForwardKernel(WarpgroupForward):
             v=pv.b_operand(transposed(context.smem["v_tiles"])),
         )
 
-    def _softmax(self, context: HopperForwardContext) -> OnlineSoftmax:
+    def _softmax(self, context: Context) -> OnlineSoftmax:
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2,
@@ -248,7 +244,7 @@ class ForwardKernel(WarpgroupForward):
     @cute.jit
     def _listed_tile(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         running: Running,
         work: WorkTile,
@@ -278,7 +274,7 @@ class ForwardKernel(WarpgroupForward):
     @cute.jit
     def _exponentiate(
         self,
-        context: HopperForwardContext,
+        context: Context,
         scores: cute.Tensor,
         softmax: RowSoftmax,
         tile: WarpgroupTile,
@@ -319,11 +315,7 @@ class ForwardKernel(WarpgroupForward):
 
     @cute.jit
     def _hide_by_function(
-        self,
-        context: HopperForwardContext,
-        scores: cute.Tensor,
-        tile: WarpgroupTile,
-        keys: StepKeys,
+        self, context: Context, scores: cute.Tensor, tile: WarpgroupTile, keys: StepKeys
     ):
         """Scores of a listed step that a mask_mod does not show := -inf."""
         if keys.mask != FULL:

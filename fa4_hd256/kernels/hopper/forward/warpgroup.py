@@ -43,7 +43,8 @@ from ..fragments import fragment_words, rescale
 from ..gate_words import multiply_by_words
 from ..instructions import QUAD, WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of, wait
 from .config import WARPGROUP_ROWS
-from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
+from .context import Fragments, RowSoftmax, Running, StepKeys, WarpgroupTile
+from .context import HopperForwardContext as Context
 
 ROWS = 2  # of a thread
 NO_NODES = (None,) * ROWS
@@ -135,12 +136,12 @@ class WarpgroupForward(HopperForward):
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> HopperForwardContext:
+    ) -> Context:
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         rank = Int32(0)
         if self.config.ctas > 1:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return HopperForwardContext(
+        return Context(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=rank,
             smem=self._operands(memory),
@@ -151,13 +152,11 @@ class WarpgroupForward(HopperForward):
     def scheduled_warps(self) -> int:
         return self.config.ctas * self.warps.scheduled_warps
 
-    def first_row(
-        self, context: HopperForwardContext, work: WorkTile, warpgroup: Int32 | int
-    ) -> Int32:
+    def first_row(self, context: Context, work: WorkTile, warpgroup: Int32 | int) -> Int32:
         first = work.block * self.tile_queries + context.cta_rank * self.block_queries
         return first + warpgroup * self.part_queries
 
-    def _load_q(self, context: HopperForwardContext, work: WorkTile, q_free: RingState) -> None:
+    def _load_q(self, context: Context, work: WorkTile, q_free: RingState) -> None:
         """The rows of each warpgroup, once its last MMA with those before is done."""
         tensors = context.tensors
         if cutlass.const_expr(self.loads_gate):
@@ -167,9 +166,7 @@ class WarpgroupForward(HopperForward):
         if cutlass.const_expr(self.loads_gate):
             self._prefetch_rows(context, tensors.gate, work)
 
-    def _load_rows(
-        self, context: HopperForwardContext, source: Any, work: WorkTile, q_free: RingState
-    ) -> None:
+    def _load_rows(self, context: Context, source: Any, work: WorkTile, q_free: RingState) -> None:
         """Rows of each warpgroup into its buffer, as soon as that is free."""
         loaded = context.barriers["q_loaded"]
         for warpgroup in range(self.config.warpgroups):
@@ -185,19 +182,15 @@ class WarpgroupForward(HopperForward):
                 self.query_rows,
             )
 
-    def _prefetch_rows(self, context: HopperForwardContext, source: Any, work: WorkTile) -> None:
+    def _prefetch_rows(self, context: Context, source: Any, work: WorkTile) -> None:
         for warpgroup in range(self.config.warpgroups):
             place = self._rows_of(context, work, warpgroup)
             prefetch_tile(source, context.smem["q"], place, self.query_rows)
 
-    def _rows_of(
-        self, context: HopperForwardContext, work: WorkTile, warpgroup: int
-    ) -> tuple[Any, ...]:
+    def _rows_of(self, context: Context, work: WorkTile, warpgroup: int) -> tuple[Any, ...]:
         return context.query(work), self.first_row(context, work, warpgroup), 0, work.head
 
-    def _take_gate(
-        self, context: HopperForwardContext, loaded: RingState
-    ) -> tuple[list[Uint32], ...]:
+    def _take_gate(self, context: Context, loaded: RingState) -> tuple[list[Uint32], ...]:
         """The gate of both rows of a thread: words of two elements each, in the order of O.  Then
         its buffer is free for the next Q.  loaded: state of the buffer."""
         context.barriers["q_loaded"].wait(loaded)
@@ -211,7 +204,7 @@ class WarpgroupForward(HopperForward):
     @cute.jit
     def _range_tile(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         running: Running,
         work: WorkTile,
@@ -259,7 +252,7 @@ class WarpgroupForward(HopperForward):
         return visibility.tile_range(of_tile, part), visibility.num_tiles(*of_tile)
 
     @cute.jit
-    def _skip(self, context: HopperForwardContext, running: Running, count: Int32):
+    def _skip(self, context: Context, running: Running, count: Int32):
         """Give back K and V of steps that this warpgroup takes no part in."""
         softmax, k_loaded, v_loaded = running
         for _ in cutlass.range(count, unroll=1):
@@ -274,7 +267,7 @@ class WarpgroupForward(HopperForward):
     @cute.jit
     def _steps(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         running: Running,
         tile: WarpgroupTile,
@@ -317,7 +310,7 @@ class WarpgroupForward(HopperForward):
     @cute.jit
     def _first_step(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         running: Running,
         tile: WarpgroupTile,
@@ -340,7 +333,7 @@ class WarpgroupForward(HopperForward):
     @cute.jit
     def _step(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         running: Running,
         tile: WarpgroupTile,
@@ -369,9 +362,7 @@ class WarpgroupForward(HopperForward):
         rescale(fragments.o, factors)
         return Running(softmax, k_loaded, following)
 
-    def _last_pv(
-        self, context: HopperForwardContext, fragments: Fragments, running: Running
-    ) -> Running:
+    def _last_pv(self, context: Context, fragments: Fragments, running: Running) -> Running:
         """PV of a tile's last step."""
         fence()
         self._issue_pv(fragments, running.v)
@@ -380,7 +371,7 @@ class WarpgroupForward(HopperForward):
         running.v.advance()
         return running
 
-    def _wait_for(self, context: HopperForwardContext, loaded: str, state: RingState) -> None:
+    def _wait_for(self, context: Context, loaded: str, state: RingState) -> None:
         """Wait for a tile that MMAs read through the async proxy, which cp.async does not write."""
         context.barriers[loaded].wait(state)
         if self.gathers:
@@ -401,14 +392,12 @@ class WarpgroupForward(HopperForward):
         commit()
 
     @cute.jit
-    def _give_back_k(
-        self, context: HopperForwardContext, k_loaded: RingState, q_loaded: RingState, left: Int32
-    ):
+    def _give_back_k(self, context: Context, k_loaded: RingState, q_loaded: RingState, left: Int32):
         context.barriers["k_free"].arrive(k_loaded)
         if left == 0:
             context.barriers["q_free"].arrive(q_loaded)
 
-    def _nodes(self, context: HopperForwardContext, tile: WarpgroupTile) -> tuple[Any, ...]:
+    def _nodes(self, context: Context, tile: WarpgroupTile) -> tuple[Any, ...]:
         rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
         return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
 
@@ -417,7 +406,7 @@ class WarpgroupForward(HopperForward):
     @cute.jit
     def _finish(
         self,
-        context: HopperForwardContext,
+        context: Context,
         fragments: Fragments,
         softmax: RowSoftmax,
         work: WorkTile,

@@ -17,8 +17,7 @@ from ..forward.config import ForwardConfig
 from ..forward.e4m3.config import E4m3ForwardConfig
 from .backward_steps import dv_steps, products_steps, single_steps
 from .decode_steps import decode_steps
-from .e4m3_forward_steps import e4m3_forward_steps
-from .forward_steps import ByWarpgroup, forward_steps
+from .forward_steps import ByWarpgroup, e4m3_forward_steps, forward_steps
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fa4_hd256.kernels.backward.ds_tiles import (
     first_unit,
     tile_strides,
 )
-from fa4_hd256.kernels.backward.gemm_order import GemmOrder
+from fa4_hd256.kernels.backward.gemm_tiles import GemmOrder
 from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.kernels.mask.windows import Reach
 

@@ -90,12 +90,12 @@ def test_who_transposes_does_not_change_a_bit(hopper):
 )  # fmt: skip
 def test_who_transposes(queries, group, ragged, before):
     """Many rows of a dense call: a launch before. Few rows, packed sequences and pages: warps."""
-    from fa4_hd256.call.forward_problem import choose_tiles, tiles_for_keys
+    from fa4_hd256.call.forward_problem import choose_tiles, usable_tiles
 
     architecture = named("sm_90a")
     known = kernels_of(architecture).forward_tiles(None, E4M3, E4M3)
     names = dict.fromkeys(ragged)
-    tiles, _ = choose_tiles(tiles_for_keys(known, names, architecture), group, queries, names)
+    tiles, _ = choose_tiles(usable_tiles(known, architecture, names), group, queries, names)
     assert tiles.takes_columns == before
 
 

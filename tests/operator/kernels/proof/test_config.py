@@ -12,8 +12,12 @@ from checkout import ROOT
 from fa4_hd256.call import named_configs
 from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan, DvPlan
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWarpPlan
-from fa4_hd256.kernels.blackwell.forward.e4m3_config import TWO_GROUPS, E4m3ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import (
+    TWO_GROUPS,
+    E4m3ForwardConfig,
+    ForwardConfig,
+    ForwardWarpPlan,
+)
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
 from fa4_hd256.kernels.plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal

@@ -7,27 +7,15 @@ from typing import ClassVar
 
 from .....softmax_emu.pattern import Ex2Pattern
 from ....backward.mxfp8_ds import CODE_BYTES
-from ....block_scales import ATOM_BYTES, ATOMS
+from ....block_scales import ATOM_BYTES, SCALE_ALIGNMENT, SCALE_BYTES
 from ....limits import HEAD_DIM
 from ....plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion, check_fields
 from ....plan.edges import Edge, EdgeTable, Signal
-from ...pair_plan import CTAS, common_regions
+from ...pair_plan import CTAS, common_regions, with_scale_bytes
 from ..config import PIECE_BYTES, BackwardWarpPlan, DvPlan, GradientConfig, ProductsPlan
 
-#: Bytes of the scales of 128 rows along the head's columns, or of 128 rows' columns along them.
-SCALE_BYTES, SCALE_ALIGNMENT = ATOMS * ATOM_BYTES, 128
 #: Columns of the two operands of a GEMM of the products: dS, and rows of Q or K.
 DS_SCALE_COLUMNS, ROW_SCALE_COLUMNS = 4, 8
-
-
-def _with_scales(edges: EdgeTable, pair_bytes: int) -> list[Edge]:
-    """Return edges whose loads of both CTAs bring so many bytes of scales, too."""
-    return [
-        replace(edge, transaction_bytes=edge.transaction_bytes + pair_bytes)
-        if edge.signal is Signal.TMA_PAIR
-        else edge
-        for edge in edges.edges
-    ]
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class DvMxfp8Plan(DvPlan):
         read = Edge("dp_free", 1, Signal.WARPS_PAIR, "gradient", len(self.warps.gradient), "mma",
                     "dP^T in registers: scales may lie over it", True,
                     polls=self.polls)  # fmt: skip
-        edges = _with_scales(super().edges, CTAS * SCALE_BYTES)
+        edges = with_scale_bytes(super().edges, CTAS * SCALE_BYTES)
         # dP waits for each S in registers, and so no later S need.
         return EdgeTable(
             (
@@ -116,6 +104,7 @@ class ProductsMxfp8Plan(ProductsPlan):
     stages: int = 6
 
     accumulators: ClassVar[int] = 1
+    step_bytes: ClassVar[int] = CODE_BYTES + PIECE_BYTES + ATOM_BYTES + SCALE_BYTES
 
     @property
     def smem(self) -> SmemPlan:
@@ -139,16 +128,6 @@ class ProductsMxfp8Plan(ProductsPlan):
                 TmemRegion("sum", 0, HEAD_DIM, None, "dK or dQ, 128 x 256 float32"),
                 TmemRegion("ds_scales", HEAD_DIM, DS_SCALE_COLUMNS, None, "scales of dS"),
                 TmemRegion("row_scales", first, ROW_SCALE_COLUMNS, None, "scales of Q or K"),
-            )
-        )
-
-    @property
-    def edges(self) -> EdgeTable:
-        step = CTAS * (CODE_BYTES + PIECE_BYTES + ATOM_BYTES + SCALE_BYTES)
-        return EdgeTable(
-            tuple(
-                replace(edge, transaction_bytes=step) if edge.name == "step_loaded" else edge
-                for edge in super().edges.edges
             )
         )
 

@@ -25,8 +25,7 @@ from ....backward.common import Step
 from ....block_scales import ATOMS
 from ....context import KernelParts
 from ....operands import SharedMemory, TmaTensor
-from ....plan.edges import RingState
-from ....plan.ring_states import RingStates
+from ....plan.edges import RingState, RingStates
 from ....problem_class import GradientClass
 from ....ranges import traced
 from ....rows.sequences import columns_of
@@ -49,7 +48,8 @@ from ..dv import TILE_KEYS, DvKernel, DvLoadRings, DvMmaRings, DvTiles
 from ..quads import STEP_QUERIES, WARPGROUP_QUERIES, QuadMask, QuadRegisters, StepDs, TileStep
 from ..row_result import CTA_ROWS, WARPGROUP_COLUMNS, RowResult, first_row
 from .ds import P_LOG2, WORDS, Mxfp8DsStore, add_each, quantize_ds, round_p
-from .scaled import ROW_ELEMENTS, Mxfp8BackwardContext, load_scales_of, operand_views, scale_tensors
+from .scaled import ROW_ELEMENTS, load_scales_of, operand_views, scale_tensors
+from .scaled import Mxfp8BackwardContext as Context
 
 #: Four scales of 2^-P_LOG2, E8M0.
 P_SCALES = (127 - P_LOG2) * 0x01010101
@@ -61,7 +61,7 @@ class DvMxfp8Kernel(BlackwellBackward):
     """See the module's docstring; the arguments are those of `DvKernel`, with the operands of
     `scaled`.  What rounds nothing is that kernel's own."""
 
-    context_class = Mxfp8BackwardContext
+    context_class = Context
     rows_of = None
     tiles: DvTiles
     load_rings, mma_rings = DvLoadRings, DvMmaRings
@@ -127,7 +127,7 @@ class DvMxfp8Kernel(BlackwellBackward):
     # ------------------------------------------------------------ load
 
     def load_kept(
-        self, context: Mxfp8BackwardContext, work: WorkTile, name: str, rings: DvLoadRings
+        self, context: Context, work: WorkTile, name: str, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 128 keys of K or V, and their scales to the same barrier."""
         ring = getattr(rings, name)
@@ -138,29 +138,24 @@ class DvMxfp8Kernel(BlackwellBackward):
         return rings
 
     def load_s(
-        self, context: Mxfp8BackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 64 rows of Q, then LSE and delta of all rows of the step."""
         self._load_piece(context, "q", work, step, rings)
         return self._load_row_stats(context, work, step, rings)
 
     def load_dp(
-        self, context: Mxfp8BackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         return self._load_piece(context, "dout", work, step, rings)
 
     def load_sum(
-        self, context: Mxfp8BackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+        self, context: Context, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         return self._load_piece(context, "dout_t", work, step, rings)
 
     def _load_piece(
-        self,
-        context: Mxfp8BackwardContext,
-        box: str,
-        work: WorkTile,
-        step: Step,
-        rings: DvLoadRings,
+        self, context: Context, box: str, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's share of a step's rows, and the scales of all of them."""
         rows: RowsOfStep = self._queries(context, work, step)
@@ -176,12 +171,7 @@ class DvMxfp8Kernel(BlackwellBackward):
         return rings
 
     def _load_scales(
-        self,
-        context: Mxfp8BackwardContext,
-        box: str,
-        place: Any,
-        work: WorkTile,
-        buffers: tuple[str, RingState],
+        self, context: Context, box: str, place: Any, work: WorkTile, buffers: tuple[str, RingState]
     ) -> None:
         name, state = buffers
         target = context.barriers[f"{name}_loaded"].pointer(state), state.index
@@ -192,7 +182,7 @@ class DvMxfp8Kernel(BlackwellBackward):
 
     @traced("S")
     @cute.jit
-    def _s(self, context: Mxfp8BackwardContext, is_last: Boolean, rings: DvMmaRings):
+    def _s(self, context: Context, is_last: Boolean, rings: DvMmaRings):
         """S^T = K Q^T of a step, its scales over dP of the step before."""
         barriers = context.barriers
         barriers["dp_free"].wait(rings.dp)
@@ -205,7 +195,7 @@ class DvMxfp8Kernel(BlackwellBackward):
 
     @traced("dP")
     @cute.jit
-    def _dp(self, context: Mxfp8BackwardContext, is_last: Boolean, rings: DvMmaRings):
+    def _dp(self, context: Context, is_last: Boolean, rings: DvMmaRings):
         """dP^T = V dO^T of a step, its scales over S of the step."""
         barriers = context.barriers
         barriers["s_free"].wait(rings.s)
@@ -220,7 +210,7 @@ class DvMxfp8Kernel(BlackwellBackward):
 
     def _issue(
         self,
-        context: Mxfp8BackwardContext,
+        context: Context,
         mma: ScaledMma,
         names: tuple[str, str],
         result: Int32,
@@ -240,18 +230,14 @@ class DvMxfp8Kernel(BlackwellBackward):
         context.barriers["ring_free"].commit(ring)
         ring.advance()
 
-    def _copied(
-        self, context: Mxfp8BackwardContext, name: str, buffers: str, index: Int32 | int
-    ) -> Int32:
+    def _copied(self, context: Context, name: str, buffers: str, index: Int32 | int) -> Int32:
         target = context.tmem.toint() + self.tmem_plan[f"{name}_scales"].start
         copy_scales(target, context.smem[buffers][None, None, index].iterator, ATOMS)
         return target
 
     @traced("dV")
     @cute.jit
-    def issue_sum(
-        self, context: Mxfp8BackwardContext, number: Int32, is_last: bool, rings: DvMmaRings
-    ):
+    def issue_sum(self, context: Context, number: Int32, is_last: bool, rings: DvMmaRings):
         """dV += P^T dO of a step; see the base."""
         barriers = context.barriers
         is_first, adds = number == 1, number > 1
@@ -280,7 +266,7 @@ class DvMxfp8Kernel(BlackwellBackward):
     @cute.jit
     def _probabilities(
         self,
-        context: Mxfp8BackwardContext,
+        context: Context,
         registers: QuadRegisters,
         mask: QuadMask,
         before: StepDs | None,
@@ -309,11 +295,7 @@ class DvMxfp8Kernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _publish(
-        self,
-        context: Mxfp8BackwardContext,
-        registers: QuadRegisters,
-        undrained: WorkTile,
-        states: RingStates,
+        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingStates
     ):
         """P and its scales to tensor memory, over dP, then dS = P (dP - delta) in e4m3. undrained:
         see the base."""

@@ -34,7 +34,8 @@ from ..config import GradientConfig
 from ..products import ProductsKernel, SumRings, SumTiles
 from ..row_result import RowResult
 from .dv import SLICE_ROWS
-from .scaled import ROW_ELEMENTS, Mxfp8BackwardContext, load_scales_of, operand_views, scale_tensors
+from .scaled import ROW_ELEMENTS, load_scales_of, operand_views, scale_tensors
+from .scaled import Mxfp8BackwardContext as Context
 
 #: Rows and columns, of 16 bits, of the box in which TMA copies codes of a tile; their bytes stay in
 #: their order.
@@ -57,7 +58,7 @@ BY_KEYS = OperandLayout(
 class ProductsMxfp8Kernel(BlackwellBackward):
     """Both GEMMs in mxfp8; the arguments are `ProductsKernel`'s, with `scaled` operands."""
 
-    context_class = Mxfp8BackwardContext
+    context_class = Context
     tiles: SumTiles
     load: Any = ProductsKernel.load
     _load_step: Any = ProductsKernel._load_step
@@ -97,7 +98,7 @@ class ProductsMxfp8Kernel(BlackwellBackward):
 
     # ------------------------------------------------------------ load
 
-    def _load_ds(self, context: Mxfp8BackwardContext, position: Walk, target: LoadTarget) -> None:
+    def _load_ds(self, context: Context, position: Walk, target: LoadTarget) -> None:
         """Load this CTA's 128 x 128 of dS, in the codes of the result, and their scales."""
         (barrier, stage), number = target, position.ds_number(context.cta_rank)
         which = cutlass.select_(position.tile.of_keys, Int32(FOR_DK), Int32(FOR_DQ))
@@ -112,9 +113,7 @@ class ProductsMxfp8Kernel(BlackwellBackward):
             cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def _load_rows(
-        self, context: Mxfp8BackwardContext, work: WorkTile, position: Walk, target: LoadTarget
-    ):
+    def _load_rows(self, context: Context, work: WorkTile, position: Walk, target: LoadTarget):
         """Load this CTA's half of the columns of 128 rows of Q or K, and the scales of all."""
         row, rank = position.column * DS_TILE, context.cta_rank
         smem, scales = context.smem["rows"], (context.smem["row_scales"], target)
@@ -132,7 +131,7 @@ class ProductsMxfp8Kernel(BlackwellBackward):
 
     @traced("sum")
     @cute.jit
-    def _sum(self, context: Mxfp8BackwardContext, work: WorkTile, adds: Boolean, rings: SumRings):
+    def _sum(self, context: Context, work: WorkTile, adds: Boolean, rings: SumRings):
         """Issue sum += dS^T Q for dK, or dS K for dQ, of a step; a tile's first one overwrites."""
         context.barriers["step_loaded"].wait(rings.step)
         fence_after_thread_sync()

@@ -40,7 +40,8 @@ from ....problem_class import ProblemClass
 from ....ranges import traced
 from ...instructions import QUAD, WgmmaShape, rows_of
 from ..config import WARPGROUP_ROWS
-from ..context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
+from ..context import Fragments, RowSoftmax, Running, StepKeys, WarpgroupTile
+from ..context import HopperForwardContext as Context
 from ..masks import hide_by_range
 from ..warpgroup import ResultRow, WarpgroupForward
 from .columns import ColumnsKernel
@@ -95,7 +96,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
             ColumnsKernel().launch(operands[2], _columns(optional), stream)
 
     @cute.jit
-    def run_other_role(self, context: HopperForwardContext, warp: Int32):
+    def run_other_role(self, context: Context, warp: Int32):
         if warp == self.warps.load:
             self.load(context)
         if warp == self.warps.scheduler:
@@ -129,7 +130,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: HopperForwardContext):
+    def load(self, context: Context):
         """Fetch K and V of each step, and behind the first K of a tile its Q."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
@@ -161,9 +162,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
 
     @traced("load K")
     @cute.jit
-    def _load_k(
-        self, context: HopperForwardContext, work: WorkTile, position: Any, state: RingState
-    ):
+    def _load_k(self, context: Context, work: WorkTile, position: Any, state: RingState):
         loaded = context.barriers["k_loaded"]
         context.barriers["k_free"].wait(state)
         loaded.expect_bytes(state)
@@ -173,9 +172,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
 
     @traced("load V")
     @cute.jit
-    def _load_v(
-        self, context: HopperForwardContext, work: WorkTile, position: Any, state: RingState
-    ):
+    def _load_v(self, context: Context, work: WorkTile, position: Any, state: RingState):
         loaded = context.barriers["v_loaded" if self.config.transposes else "columns_written"]
         context.barriers[self.buffer_free].wait(state)
         loaded.expect_bytes(state)
@@ -191,12 +188,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
         return state
 
     def _load_keys(
-        self,
-        context: HopperForwardContext,
-        name: str,
-        work: WorkTile,
-        position: Any,
-        target: LoadTarget,
+        self, context: Context, name: str, work: WorkTile, position: Any, target: LoadTarget
     ) -> None:
         head = work.head // context.heads_per_kv
         keys, row = self.keys.rows(context, work, position), self.keys.first_row(position)
@@ -206,7 +198,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     # -------------------------------------------------------------------------------- transpose
 
     @cute.jit
-    def transpose(self, context: HopperForwardContext):
+    def transpose(self, context: Context):
         """Bring V of each step to V^T, 64 keys a warp: `values` NOTE [V by columns]."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         keys = warp - self.warps.transposers[0]
@@ -225,7 +217,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
 
     @traced("transpose V")
     @cute.jit
-    def _transpose(self, context: HopperForwardContext, keys: Int32, state: RingState):
+    def _transpose(self, context: Context, keys: Int32, state: RingState):
         """Transpose one tile; MMAs read it through the async proxy.  state: of V and of V^T."""
         barriers, smem = context.barriers, context.smem
         barriers["v_loaded"].wait(state)
@@ -242,7 +234,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     # ------------------------------------------------------------------------------------ tiles
 
     @cute.jit
-    def consume(self, context: HopperForwardContext):
+    def consume(self, context: Context):
         """Q K^T, softmax and P V of the 64 rows of this warpgroup; O and LSE at the tile's end."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         # Q of this warpgroup has one buffer, whose number is the warpgroup's.
@@ -261,7 +253,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
             k, columns = running.k, running.v
             work = scheduler.advance_to_next_work()
 
-    def _fragments(self, context: HopperForwardContext, warpgroup: Int32) -> Fragments:
+    def _fragments(self, context: Context, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
         return Fragments(
             p=pv.a_fragment(BLOCK_KV),
@@ -271,7 +263,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
             v=pv.b_operand(context.smem["columns"]),
         )
 
-    def _softmax(self, context: HopperForwardContext, work: WorkTile) -> OnlineSoftmax:
+    def _softmax(self, context: Context, work: WorkTile) -> OnlineSoftmax:
         config, scale = self.config, context.scalars.scale_log2
         if not self.problem_class.softcap:
             scale = self._scaled(context, work, scale)
@@ -287,9 +279,10 @@ class ForwardE4m3Kernel(WarpgroupForward):
         )
 
     def _clear(self, fragments: Fragments, running: Running) -> None:
+        """Clear O; the maxima and sums are those of a softmax made for the tile."""
         fragments.o.fill(0.0)
 
-    def _scaled(self, context: HopperForwardContext, work: WorkTile, scale: Float32) -> Float32:
+    def _scaled(self, context: Context, work: WorkTile, scale: Float32) -> Float32:
         descale = context.score_descale(work)
         return scale if descale is None else scale * descale
 
@@ -299,7 +292,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
     @cute.jit
     def _exponentiate(
         self,
-        context: HopperForwardContext,
+        context: Context,
         scores: cute.Tensor,
         softmax: RowSoftmax,
         tile: WarpgroupTile,
