@@ -23,6 +23,7 @@ from .call.forward_problem import (
     usable_tiles,
 )
 from .call.memory import check_out, check_writable_again
+from .call.mxfp8_scales import check_alone
 from .call.operator_arguments import OTHERS, ForwardTensors
 from .call.options import BY_RULE, NO_WINDOW
 from .call.packed_ds import BackwardMetadata, check_metadata
@@ -478,7 +479,7 @@ def _attend_mxfp8(
 
 def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) -> None:
     """Raise NotImplementedError for gradients of descales, and of calls with out; ValueError for
-    out beside return_max_logits."""
+    out beside return_max_logits, and as `check_alone`."""
     *inputs, out = tensors
     if out is not None and return_max_logits:
         raise ValueError(
@@ -486,6 +487,8 @@ def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) ->
             "is a new tensor"
         )
     refuse_gradients(*inputs[_Q_DESCALE : _V_DESCALE + 1])
+    if not is_intercepted():
+        check_alone(DESCALES[2], inputs[_V_DESCALE])
     if out is not None and are_differentiated((*inputs[:5], out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink, out_gate and out requires "

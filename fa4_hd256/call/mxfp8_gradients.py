@@ -16,7 +16,7 @@ from .backward_problem import BackwardProblem
 from .checks import reads_contents, said
 from .chunks import BackwardDivision
 from .memory import require_dense
-from .mxfp8_scales import check_order, check_packed, check_shape
+from .mxfp8_scales import OF_ROWS, check_alone, check_order, check_packed, check_shape
 from .operator_arguments import BackwardTensors, ForwardTensors
 from .options import Options
 
@@ -125,6 +125,8 @@ def check_given(given: Any, tensors: ForwardTensors) -> None:
         rows = codes.unsqueeze(0) if is_packed else codes
         check_shape(descale, tuple(scale.shape), rows, is_packed)
         check_order(descale, scale, is_packed)
+        if descale in OF_ROWS:
+            check_alone(f"mxfp8_gradients.{descale}", scale)
     if reads_contents(tensors.q.device):
         scales = {f"{name}_descale": getattr(given, f"{name}_descale") for name in GIVEN}
         sides = {f"{name}_descale": "q" if of == "q" else "k" for name, of in GIVEN.items()}

@@ -103,6 +103,37 @@ def check_order(name: str, scale: torch.Tensor, packed: bool) -> None:
         )
 
 
+def check_alone(name: str, scale: Any) -> None:
+    """Raise ValueError for some sequences or heads of dense scales of rows, of several's tensor.
+
+    Such a part may be contiguous, and has not the order of `quantize.mxfp8`, NOTE [atoms]. Neither
+    shape nor strides tell, so each eager call asks the tensor that it is a view of, or where it has
+    none its memory. A copy of a part cannot be told.
+    """
+    if not isinstance(scale, torch.Tensor) or scale.ndim != 4 or scale.dtype not in SCALE_DTYPES:
+        return
+    if not scale.is_contiguous():
+        return  # `check_order` refuses it.
+    base, form = scale._base, scale.shape
+    if base is None:
+        # Of views that change the dtype, detached ones and inference tensors PyTorch keeps no base.
+        # Elements have one byte.
+        of_head, memory = form[2] * form[3], scale.untyped_storage().nbytes()
+        is_part = scale.numel() < memory and not (
+            memory % of_head or scale.storage_offset() % of_head
+        )
+        what = f"a tensor with more memory, {memory} bytes"
+    else:
+        is_part = base.shape[-2:] == form[2:] and base.shape[-4:-2] != form[:2]
+        what = f"a tensor of shape {tuple(base.shape)}"
+    if is_part:
+        raise ValueError(
+            f"{name} is a part of {what}, whose sequences and heads do not lie one after the "
+            "other; accepted: scales of these sequences alone: quantize these; of scales that "
+            "were, a clone()"
+        )
+
+
 def check_packed(given: Mapping[str, torch.Tensor], sides: Mapping[str, str] = _SIDES) -> None:
     """Raise ValueError for scales of packed sequences with fewer tiles than these. sides: names of
     scales, and "q" or "k", whose sequences they are of. Waits for the device."""

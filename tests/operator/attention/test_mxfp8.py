@@ -22,6 +22,7 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.architectures import ARCHITECTURES, named
+from fa4_hd256.call.mxfp8_scales import check_alone
 from fa4_hd256.quantize import Mxfp8, quantize_mxfp8
 
 
@@ -255,6 +256,38 @@ def test_some_heads_of_scales_of_v_are_refused(architecture):
         ValueError, match=r"v_descale has strides .*; accepted: a contiguous tensor"
     ):
         flash_attn_func(**some._asdict())
+
+
+def slices_of(scales):
+    """Yield some sequences or heads of dense scales, contiguous and in another order than their
+    shape says, and a part of the error."""
+    yield scales[:1], "2, 2, 256, 4"
+    yield scales[1:].view(torch.uint8), "more memory"
+    yield scales.chunk(2)[0].detach(), "more memory"
+    yield scales[0][None, 1:], "2, 2, 256, 4"
+    with torch.inference_mode():
+        yield scales.clone()[:1], "more memory"
+
+
+@pytest.mark.simulator
+def test_some_sequences_of_scales_of_v_are_refused(architecture):
+    """Halves of the columns of a slice are not where its shape says. A layer's scales in one tensor
+    of several layers, or in memory of the user's, are whole."""
+    if not takes_blocks(architecture):
+        pytest.skip(f"{architecture} has no kernel for mxfp8")
+    given = quantize_mxfp8(*(torch.randn(2, 9, 2, 256) for _ in "qkv"))
+    first = [t[:1] for t in given]
+    for scales, said in slices_of(given.v_descale):
+        heads = scales.shape[1]
+        tensors = [t[:, :, :heads] for t in first[:3]] + [t[:, :heads] for t in first[3:5]]
+        message = rf"v_descale is a part of .*{said}.*; accepted: scales of these sequences alone"
+        with pytest.raises(ValueError, match=message):
+            flash_attn_func(**Mxfp8(*tensors, scales)._asdict())
+    layers = given.v_descale.view(torch.uint8).expand(3, -1, -1, -1, -1).contiguous()
+    room = torch.zeros(3 * given.v_descale.numel(), dtype=torch.uint8)
+    room[: given.v_descale.numel()] = given.v_descale.view(torch.uint8).flatten()
+    for whole in (layers[1], room[: given.v_descale.numel()].view(given.v_descale.shape)):
+        check_alone("v_descale", whole)
 
 
 @pytest.mark.simulator

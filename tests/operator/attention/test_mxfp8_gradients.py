@@ -275,6 +275,16 @@ def test_operands_that_do_not_fit_are_refused(changes, error, message):
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize("name", ["q_rows_descale", "k_rows_descale"])
+def test_some_sequences_of_scales_of_rows_are_refused(name):
+    given = training()
+    two = quantize_mxfp8_training(*inputs((3, 9), (4, 2), 2)).mxfp8_gradients
+    part = given.mxfp8_gradients._replace(**{name: getattr(two, name)[:1]})
+    with pytest.raises(ValueError, match=rf"mxfp8_gradients.{name} is a part of a tensor of shape"):
+        flash_attn_func(**given._replace(mxfp8_gradients=part)._asdict())
+
+
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     ("name", "side"), [("v_columns", "k"), ("q_rows", "q"), ("k_rows", "k")], ids=str
 )
