@@ -256,8 +256,9 @@ def test_copies_are_aligned_as_on_a_gpu():
     with sm100_sim.attached():
         weight = torch.randn(3, 5, device="cuda", requires_grad=True)
         made = [weight.clone(), torch.clone(weight), weight.t().contiguous()]
+        made += [torch.empty_like(weight), torch.randn_like(weight), weight.new_empty(3)]
         made += [tensor.clone() for tensor in made]
-        assert [tensor.data_ptr() % 512 for tensor in made] == 6 * [0]
+        assert [tensor.data_ptr() % 512 for tensor in made] == 12 * [0]
         assert weight.contiguous() is weight and torch.equal(made[2], weight.t())
         (made[0] * made[1]).sum().backward()
         assert torch.equal(weight.grad, 2 * weight)

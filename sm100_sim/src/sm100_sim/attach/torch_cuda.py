@@ -190,8 +190,11 @@ def _placed(tensor: Any) -> Any:
     return tensor
 
 
-def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory whose CUDA device, and pinned memory, become ordinary CPU memory."""
+def _factory(function: Callable[..., Any], like: bool = False) -> Callable[..., Any]:
+    """A tensor factory whose CUDA device, and pinned memory, become ordinary CPU memory.
+
+    like: without a device it makes a tensor where its first argument lies: on the CUDA device.
+    """
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +203,7 @@ def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         result = function(*args, **kwargs)
-        return _placed(result) if device else result
+        return _placed(result) if device or like and kwargs.get("device") is None else result
 
     return create
 
@@ -259,9 +262,10 @@ def patches() -> Iterator[Patch]:
     for name in ("range_push", "range_pop", "mark"):
         yield Patch(torch.cuda.nvtx, name, lambda *_: 0)
     yield Patch(torch.profiler, "profile", _profile(torch.profiler.profile))
-    constructors = torch.utils._device._device_constructors() | {
+    like = {
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like,
         torch.randn_like, torch.randint_like}  # fmt: skip
+    constructors = torch.utils._device._device_constructors() | like
     for module in (torch, torch.fft, torch.signal.windows):
         for name in dir(module):
             function = getattr(module, name, None)
@@ -270,7 +274,7 @@ def patches() -> Iterator[Patch]:
                 and getattr(function, "__hash__", None)
                 and function in constructors
             ):
-                yield Patch(module, name, _factory(function))
+                yield Patch(module, name, _factory(function, function in like))
     yield Patch(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
     grouped = torch._scaled_grouped_mm_v2
     yield Patch(torch, "_scaled_grouped_mm_v2", scaled_grouped_mm(grouped))
@@ -284,7 +288,7 @@ def patches() -> Iterator[Patch]:
         "new_tensor",
         "new_empty_strided",
     ):
-        yield Patch(tensor, name, _factory(getattr(tensor, name)))
+        yield Patch(tensor, name, _factory(getattr(tensor, name), like=True))
     yield Patch(torch, "clone", _copying(torch.clone))
     for name in ("clone", "contiguous"):
         yield Patch(tensor, name, _copying(getattr(tensor, name)))
