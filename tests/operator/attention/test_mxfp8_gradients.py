@@ -182,6 +182,7 @@ def test_sides_without_rows(lengths):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("is_packed", [False, True], ids=("dense", "packed"))
+@pytest.mark.sampled("dense")
 def test_no_query_sees_a_key(is_packed):
     """The window lies behind all keys of all queries."""
     begins = (offsets([1]), offsets([3])) if is_packed else (None, None)

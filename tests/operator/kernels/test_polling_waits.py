@@ -38,7 +38,8 @@ def test_a_forward_that_polls():
         flash_attn_func(q, k, v, causal=True, config=config),
         flash_attn_func(q, k, v, causal=True, config=ForwardConfig()),
     )
-    spec = KernelSpec("forward", config, ProblemClass(torch.bfloat16))
+    of_call = ProblemClass(torch.bfloat16, bounded_right=True, packed_heads=2)
+    spec = KernelSpec("forward", config, of_call)
     hinted, polling = waits(compile_kernel(spec).ptx)
     assert 0 < hinted < polling
 
