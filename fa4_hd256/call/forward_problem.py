@@ -269,7 +269,7 @@ class Problem:
     @property
     def scales(self) -> tuple[str, ...]:
         """Return the names of `DESCALES` that the call has: all or none."""
-        return self.problem_class.descales
+        return self.problem_class.descales if self.descale else ()
 
     @property
     def function_tensors(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ tensor cores serve all of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -94,12 +95,17 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 
 
 def configured(problem: Problem, config: Any) -> KernelSpec:
-    gathering = problem.kernels.gathering
-    if problem.problem_class.gathers and gathering is not None:
-        config = gathering(config)
-    return KernelSpec(
-        problem.tiles.kind, config, problem.problem_class, problem.kernels.architecture
-    )
+    own = problem.problem_class
+    if own.gathers:
+        config = _gathering(problem.architecture, config)
+    return KernelSpec(problem.tiles.kind, config, own, problem.kernels.architecture)
+
+
+@functools.cache
+def _gathering(architecture: Architecture, config: Any) -> Any:
+    """Return a forward's configuration for pages of any size, whose plans are checked once."""
+    gathering = kernels_of(architecture).gathering
+    return config if gathering is None else gathering(config)
 
 
 def combine_spec(problem: Problem) -> KernelSpec:

@@ -204,7 +204,8 @@ class PlanBuilder:
         return like
 
     def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
-        if any(getattr(slot, "name", None) == TILE_COUNTER for slot in leaves(arguments)):
+        # Among the scalars, of which most kernels have a record (`CallScalars`).
+        if any(getattr(part, TILE_COUNTER, None) is not None for part in arguments):
             counter = Allocation(TILE_COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
             self._allocations[TILE_COUNTER] = counter
         self._steps.append(Launch(spec, arguments))
