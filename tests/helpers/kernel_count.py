@@ -1,4 +1,4 @@
-"""A ceiling for the kernels that the default cases compile, each of them 7 s of processor time.
+"""A ceiling for the kernels that the default cases compile, each of them 4 s of processor time.
 
 A run from empty caches counts all of them, CI's among these. With cases of `--all-cases` there is
 no ceiling. Workers of pytest-xdist hand their numbers to the process that started them.

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 from backward_cases import check, inputs
-from single_launch import launch
 
 from fa4_hd256.call import backward_problem
-from fa4_hd256.check.single_kernels import launch_values
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.small.backward_sum import SumConfig
 from fa4_hd256.run.backward_arguments import sum_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.execute import execute
+from fa4_hd256.run.plan import PlanBuilder
 from fa4_hd256.run.resources import resource_usage
 
 
@@ -28,10 +28,11 @@ def added(parts, heads, dtype=torch.bfloat16):
         for _ in range(2)
     )
     spec = KernelSpec("backward_sum", SumConfig(), dtype, architecture_of(device))
-    launch(
-        compile_kernel(spec), device,
-        lambda gpu, stream: launch_values(sum_call_arguments(parts, results), stream),
-    )  # fmt: skip
+    tensors = (*parts, *results)
+    builder = PlanBuilder.for_tensors(device, ("dk parts", "dv parts", "dk", "dv"), tensors)
+    views = tuple(builder.inputs.values())
+    builder.launch(spec, sum_call_arguments(views[:2], views[2:]))
+    execute(builder.plan(), tensors)
     return results
 
 
