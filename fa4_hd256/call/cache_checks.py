@@ -326,8 +326,7 @@ def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> Va
 
 def check_int32(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
-        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a (batch,) int32 tensor, got {kind}")
+        raise TypeError(f"{name} must be an int32 tensor, got {shown(tensor)}")
 
 
 def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.Tensor:
@@ -356,11 +355,14 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
                 "with page_table"
             )
     if page_table is not None and getattr(page_table, "ndim", None) != 2:
-        raise ValueError("page_table must be a (batch, pages of a sequence) int32 tensor")
+        raise ValueError(
+            f"page_table is {shown(page_table)}; accepted: a (batch, pages of a sequence) int32 "
+            "tensor"
+        )
     if page_table is not None:
         checks.check_pages(k_cache.shape)
     if offsets is not None and (getattr(offsets, "ndim", None) != 1 or not offsets.numel()):
-        raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
+        raise ValueError(f"cu_seqlens_q is {shown(offsets)}; accepted: a (batch + 1,) int32 tensor")
 
 
 def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None:
@@ -390,7 +392,7 @@ def check_new_rows(
     if offsets is not None:
         wanted = (None,)
         if not isinstance(offsets, torch.Tensor):
-            raise TypeError("cu_seqlens_k_new must be an int32 tensor")
+            raise TypeError(f"cu_seqlens_k_new must be an int32 tensor, got {shown(offsets)}")
         checks.check_ragged(cache, {"cu_seqlens_k_new": offsets})
         if offsets.numel() != batch + 1:
             raise ValueError(

@@ -77,7 +77,7 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
                 )
             if name == OUT_GATE:
                 raise TypeError(f"{name} must be a torch.Tensor or None, got {shown(tensor)}")
-            raise TypeError(_NOT_INT32.format(said(name)))
+            raise TypeError(_NOT_INT32.format(said(name), shown(tensor)))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {shown(num_splits)}")
     _carried("num_splits", num_splits)
@@ -135,7 +135,7 @@ def _check_mask_mod(mask_mod: Any, ragged: Mapping[str, Any]) -> None:
         )
 
 
-_NOT_INT32 = "{} must be an int32 tensor"
+_NOT_INT32 = "{} must be an int32 tensor, got {}"
 
 
 def said(name: str) -> str:
@@ -308,7 +308,7 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     for name, tensor in ragged.items():
         is_wide = name == TREE_WORDS and tensor.dtype == torch.int64
         if tensor.dtype != torch.int32 and not is_wide:
-            raise TypeError(_NOT_INT32.format(said(name)))
+            raise TypeError(_NOT_INT32.format(said(name), shown(tensor)))
         require_dense(said(name), tensor)
         if name == PAGE_TABLE:
             _check_page_table(tensor)
@@ -317,7 +317,10 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
         elif name == TREE_WORDS:
             _check_tree_words(tensor)
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
-            raise ValueError(f"{said(name)} must be one-dimensional and contiguous")
+            raise ValueError(
+                f"{said(name)} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+                "accepted: one dimension, contiguous"
+            )
         _check_equal("device", {"q": q.device, said(name): tensor.device}, ValueError)
     if PART_LIST in ragged and "seqused_q" in ragged:
         raise ValueError(

@@ -368,6 +368,18 @@ WRONG = {
         {"cache_batch_idx": int32([1, 1], "cpu"), "cache_seqlens": 4}, ValueError,
         "two new rows would be row 4 of batch entry 1 of the cache; accepted: a place of its own",
     ),
+    "pages of int64": (
+        {"page_table": torch.tensor([[0], [1]])}, TypeError,
+        r"page_table must be an int32 tensor, got a Tensor of shape \(2, 1\) and torch.int64",
+    ),
+    "pages of one dimension": (
+        {"page_table": int32([0, 1], "cpu")}, ValueError,
+        r"page_table is a Tensor of shape \(2,\) and torch.int32; accepted: a \(batch, pages of",
+    ),
+    "offsets in a list": (
+        {"cu_seqlens_k_new": [0, 1, 2], "k": randn(2, 1, 256), "v": randn(2, 1, 256)}, TypeError,
+        r"cu_seqlens_k_new must be an int32 tensor, got \[0, 1, 2\]",
+    ),
     "a page twice": (
         {"page_table": int32([[0, 1], [1, 0]], "cpu"), "cache_seqlens": int32([19, 3], "cpu")},
         ValueError, "two new rows would be row 3 of page 1 of the cache; accepted: a place of",
@@ -440,7 +452,7 @@ WRONG = {
     "a query without dimensions": ({"q": randn(1)[0]}, ValueError, "q has no dimension"),
     "no offsets": (
         {"q": randn(2, 2, 256), "cu_seqlens_q": int32([], "cpu"), "cache_seqlens": 3}, ValueError,
-        "cu_seqlens_q must be",
+        r"cu_seqlens_q is a Tensor of shape \(0,\) and torch.int32; accepted: a \(batch \+ 1,\)",
     ),
     "a cap that caps nothing": ({"softcap": 1e5}, ValueError, "accepted: 0 .none. or .* 10000"),
     "two changes of scores": (
