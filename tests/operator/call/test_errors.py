@@ -461,8 +461,8 @@ def test_every_check_comes_once(monkeypatch):
     # Checks of gradients, gates, pages, padding, masks and bounds that are tensors are not on
     # this way.
     others = {
-        "bounds_of", "check_gradients", "check_leftpad", "check_lists", "check_mask",
-        "check_mask_of", "check_mask_options", "check_max_seqlen", "check_out_gate",
+        "bounds_of", "check_entries_of_mask", "check_gradients", "check_leftpad", "check_lists",
+        "check_mask", "check_mask_of", "check_mask_options", "check_max_seqlen", "check_out_gate",
         "check_page_numbers", "check_pages", "check_pages_on_gpu",
     }  # fmt: skip
     assert set(names) - set(seen) == others
