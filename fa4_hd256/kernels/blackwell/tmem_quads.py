@@ -32,7 +32,7 @@ def tmem_load_quads(address: Any, values: cute.Tensor, *, loc: Any = None, ip: A
     for half in range(2):
         words = ir.VectorType.get([32], T.i32())
         loaded = nvvm.tcgen05_ld(
-            words, nvvm.Tcgen05LdStShape.SHAPE_16X256B, _lanes(address, half), loc=loc, ip=ip
+            words, nvvm.Tcgen05LdStShape.SHAPE_16X256B, lanes_of_half(address, half), loc=loc, ip=ip
         )
         part = cute.make_tensor(values.iterator + half * 32, cute.make_layout(32))
         part.store(cute.TensorSSA(loaded, (32,), Int32).bitcast(Float32))
@@ -48,13 +48,14 @@ def tmem_store_quads(values: cute.Tensor, address: Any, *, loc: Any = None, ip: 
         part = cute.make_tensor(values.iterator + half * registers, cute.make_layout(registers))
         nvvm.tcgen05_st(
             nvvm.Tcgen05LdStShape.SHAPE_16X128B,
-            _lanes(address, half),
+            lanes_of_half(address, half),
             part.load().bitcast(Int32).ir_value(loc=loc, ip=ip),
             loc=loc,
             ip=ip,
         )
 
 
-def _lanes(address: Any, half: int) -> ir.Value:
+def lanes_of_half(address: Any, half: int) -> ir.Value:
+    """Return the address of one half of the warp's lanes."""
     words = address.toint() + (half * HALF_LANES << 16)
     return llvm.inttoptr(llvm.PointerType.get(AddressSpace.tmem.value), words.ir_value())

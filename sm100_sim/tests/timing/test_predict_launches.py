@@ -58,6 +58,38 @@ BEHIND = ALONE.replace("NEXT:", "bar.sync 0;\nNEXT:").replace(
     "fma.rn.f32 %f0, %f0, %f0, %f0;", "ex2.approx.ftz.f32 %f0, %f0;"
 )
 
+#: The same steps, in which each warp also stores and loads half rows of tensor memory.
+HALVES = (
+    STEPS.replace("%r<4>", "%r<8>")
+    .replace(
+        "NEXT:\n",
+        """.shared .align 4 .b32 place;
+mov.u32 %r2, place;
+setp.lt.u32 %p0, %r1, 32;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;
+bar.sync 0;
+ld.shared.u32 %r2, [%r2];
+shr.u32 %r3, %r1, 5;
+shl.b32 %r3, %r3, 21;
+add.u32 %r3, %r3, %r2;
+NEXT:
+tcgen05.st.sync.aligned.16x32bx2.x2.b32 [%r3], 2, {%r1, %r0};
+tcgen05.wait::st.sync.aligned;
+tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {%r4, %r5}, [%r3], 2;
+tcgen05.wait::ld.sync.aligned;
+add.u32 %r1, %r4, %r5;
+""",
+    )
+    .replace("mul.wide.u32 %rd1, %r1, 4", "mov.u32 %r1, %tid.x;\nmul.wide.u32 %rd1, %r1, 4")
+    .replace(
+        "ret;",
+        """bar.sync 0;
+setp.lt.u32 %p0, %r1, 32;
+@%p0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+ret;""",
+    )
+)
+
 
 def clocks(text, count):
     out = np.zeros(128, np.float32)
@@ -72,10 +104,13 @@ def clocks(text, count):
 
 
 @pytest.mark.parametrize(
-    ("text", "least"), [(STEPS, 10), (ALONE, 4), (BEHIND, 8)], ids=["steps", "alone", "behind"]
+    ("text", "least"),
+    [(STEPS, 10), (ALONE, 4), (BEHIND, 8), (HALVES, 100)],
+    ids=["steps", "alone", "behind", "half rows"],
 )
 def test_twice_the_steps_take_twice_the_time(text, least):
-    """An FMA takes 4 clocks until the next one has its result, an exponential 8 for a warp."""
+    """An FMA takes 4 clocks until the next one has its result, an exponential 8 for a warp.
+    Of half rows ptxas makes two loads and two stores, all of which are found."""
     few, many = clocks(text, 64), clocks(text, 128)
     each = (many - few) / 64
     assert least < each < 200 and abs(few - 64 * each) < 1500

@@ -17,7 +17,7 @@ import numpy as np
 from sm100_sim.translate.kernel import CompiledKernel
 
 from .machine_code.conflicts import Wavefronts, accesses_before, block_accesses
-from .machine_code.events import ptx_kind
+from .machine_code.events import ptx_kind, sites_of
 from .machine_code.mixes import WITHOUT_EVENTS, mix_of_blocks, ptx_mixes, useful
 from .machine_code.paths import Event, PathFinder, WarpPath
 from .machine_code.resources import ACTIONS, Action, Instructions, instruction_arrays
@@ -162,8 +162,9 @@ def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> tuple[
             runs[block] += count
         kind = ptx_kind(entry.opcode)
         if kind is not None and entry.line not in dead:
-            events.append(Event(kind, entry, mix, max(runs.values(), default=1)))
-            mix, runs = np.zeros(mixes.shape[1]), Counter()
+            for _ in range(sites_of(entry.opcode)):
+                events.append(Event(kind, entry, mix, max(runs.values(), default=1)))
+                mix, runs = np.zeros(mixes.shape[1]), Counter()
     return events, Event("exit", entries[-1], mix, max(runs.values(), default=1))
 
 
@@ -376,7 +377,8 @@ def _parity(entry: Any) -> int:
 
 
 def _tmem_registers(opcode: str) -> int:
-    """Registers of a thread that a tcgen05.ld or st moves: columns of 32 lanes."""
+    """Registers that each thread has of what a site of a tcgen05.ld or st moves, a half of them for
+    half of the threads: columns of 32 lanes."""
     shape, times = opcode.split(".x")[0].rsplit(".", 1)[-1], opcode.split(".x")[1]
     words = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
-    return words * int(times.split(".")[0])
+    return max(words * int(times.split(".")[0]) // sites_of(opcode), 1)

@@ -1,15 +1,26 @@
 """P and dS of the dV kernel in e4m3: rounded in registers, and dS on its way to global memory.
 
-Scores are in registers by quads, as in `backward.quads`: value i + 2 j + 4 k of half h of a thread
-is of key 16 h + 8 j + quad and query 8 k + 2 t + i, t being the thread of the quad.
+Scores are in registers by half rows (`blackwell.tmem_halves`): a thread has two keys of its warp's
+32, 16 apart, and 32 consecutive queries of each.  So four codes of a word are of one thread, and 16
+bytes of dS leave at a time.
 
 NOTE [scales of dS].  dK reduces dS over queries, dQ over keys.  So dS is rounded twice, each time
-with a scale for 32 elements along that side.  The 32 queries of a block for dK lie in a quad, four
-registers pairs of each thread; the 32 keys of a block for dQ are those of a warp, four values of
-each quad.  Scales are the least powers of two that bring the largest magnitude to 448 at most, as
-those of the quantizer; an element that is NaN does not count.  Each lane reduces the share of the
-blocks whose scales it stores (`_scattered_max`), and bytes of the inverse scales come back four in
-a word (`_gathered`).
+with a scale for 32 elements along that side.  The 32 queries of a block for dK are one key's of a
+thread.  The 32 keys of a block for dQ are those of a warp, two of each thread of a half: each lane
+reduces the share of the blocks whose scales it stores (`_scattered_max`), and their inverses come
+back through shared memory.  Scales are the least powers of two that bring the largest magnitude to
+448 at most, as those of the quantizer.  A block with a NaN has any scale: the row of dK or dQ that
+it is of is NaN.
+
+NOTE [two magnitudes in a word].  Over lanes go magnitudes times GROWTH, two in a word, as bf16
+rounded towards zero.  The product is exactly then in the next octave when the magnitude lies beyond
+1.75 of its own, 448 being 1.75 * 2^8.  So the exponent is that of the scale, and is not rounded.
+
+NOTE [staged codes].  Stores of warps read their registers no sooner than they leave the SM, which
+would hold up the loads of the next S.  So codes go to shared memory, and from there by bulk copies
+of 8 KiB, two of a warpgroup: its 64 queries are half of the codes of a kind, one behind the other.
+The warpgroup meets at a named barrier before it stores codes, when those of the step before have
+been read, and behind that.
 
 NOTE [2^8 times].  P is rounded times 2^P_LOG2, which the exponent of 2 has already.  So dS has this
 factor, too, and its scales are less by it.
@@ -22,189 +33,260 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 
+from ....backward.common import Step
 from ....backward.mxfp8_ds import CODE_BYTES, FOR_DK, FOR_DQ, RUN_BYTES, RUN_CODES
 from ....block_scales import ATOM_BYTES
-from ....e4m3_codes import codes_of
+from ....e4m3_codes import WORD_CODES, codes_of
 from ....limits import WARP_SIZE
-from ...tmem_quads import quad_fragment
-from ..common import warpgroup
-from ..quads import WARPGROUP_QUERIES, DsStore, StepDs, quad
+from ....mask.masking import Visibility
+from ....plan.budgets import WARPS_PER_WARPGROUP
+from ....rows.sequences import columns_of
+from ...tmem_halves import half_row
+from ...tmem_quads import HALF_LANES
+from ..common import BlackwellBackwardContext, warpgroup
+from ..quads import BEYOND, STEP_QUERIES, WARPGROUP_QUERIES, DsStore, QuadMask, StepDs
 
-#: Codes of a thread's scores of a step, four in a word.
-WORDS = WARPGROUP_QUERIES // 4
+#: Queries and keys of a thread, and rows from one key to the other; codes of its scores of a step,
+#: four in a word.
+QUERIES, KEYS, KEY_DISTANCE = WARPGROUP_QUERIES // 2, 2, HALF_LANES
+WORDS = WARPGROUP_QUERIES // WORD_CODES
 HALF_WORDS = WORDS // 2
 #: Words of all codes of one kind, of a run of 16 queries, and of a key in it.
 CODE_WORDS, RUN_WORDS, KEY_WORDS = CODE_BYTES // 4, RUN_BYTES // 4, RUN_CODES // 4
+#: Threads of a warpgroup, and the named barrier of the first one.
+WARPGROUP_THREADS, FIRST_BARRIER = WARPS_PER_WARPGROUP * WARP_SIZE, 1
 #: P is rounded times 2^P_LOG2: NOTE [2^8 times].
 P_LOG2 = 8
 #: What is added to the bits of a float32 to round its exponent up beyond 1.75; the exponent of 448
 #: = 1.75 * 2^8.
 ROUND_UP, EXPONENT = 0x1FFFFF, 8
-SIGNIFICAND_BITS, EXPONENT_MASK = 23, 0x7F800000
+#: The float32 before 8 / 7: NOTE [two magnitudes in a word].
+GROWTH = float.fromhex("0x1.249248p+0")
+SIGNIFICAND_BITS, EXPONENT_MASK = 23, 0xFF
 #: Bytes of a scale and of the factor that brings dS times 2^P_LOG2 to it, 2^(byte - 127), add up to
 #: this.
 BOTH_BIASES = 254 - P_LOG2
 
 
-class QuantizedDs(NamedTuple):
-    """dS of a step, in e4m3.  codes: WORDS each for dK and dQ, one behind the other.  scales: two
-    bytes of a key, and a byte each of two queries, of those blocks that this thread stores."""
+class StagedTile(NamedTuple):
+    """A tile of dS in global memory, and the first word of shared memory of a warpgroup's codes."""
 
-    codes: cute.Tensor
-    scales: cute.Tensor
+    tile: cute.Tensor
+    staged: cute.Pointer
 
 
 @dataclass(frozen=True)
 class Mxfp8DsStore(DsStore):
+    """The stores of dS of the kernel in mxfp8: `backward.mxfp8_ds`."""
+
     registers: ClassVar[int] = 2 * WORDS + 2
 
     def tile_numbered(self, ds: cute.Tensor, number: Int32) -> cute.Tensor:
         """Return the first word of a tile, as a tensor of one."""
         first = cute.recast_ptr(ds[0, 0, number, None].iterator.align(16), dtype=Int32)
-        return _one(first)
+        return _some(first, 1)
+
+    def tile(self, context: BlackwellBackwardContext, step: Step, row: Int32, number: Int32) -> Any:
+        """Return this CTA's tile of dS of a step, with the memory that it leaves through."""
+        tile = super().tile(context, step, row, number)
+        return StagedTile(tile, context.smem["staged"][None, warpgroup()].iterator)
 
     def store(self, step: StepDs | None, half: int) -> None:
-        """Store half of this thread's dS of a step; with the second half its scales."""
+        """Store one key of this thread's dS of a step, if there is any; with the second the scales
+        of both.  Codes of a staged tile leave behind the second: NOTE [staged codes]."""
         if step is None:
             return
-        (number, thread), base = quad(), step.tile.iterator
-        words = cute.recast_tensor(step.values, Int32)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        key, run = warp * WARP_SIZE + number + 16 * half, warpgroup() * (WORDS // 4)
-        # `_paired` leaves the second four queries of a run to the third thread.
-        place = run * RUN_WORDS + key * KEY_WORDS + thread % 2 * 2 + thread // 2
-        for codes in (FOR_DK, FOR_DQ):
-            for word in range(HALF_WORDS):
-                offset = codes * CODE_WORDS + word // 2 * RUN_WORDS + word % 2 * 8 * KEY_WORDS
-                value = words[codes * WORDS + half * HALF_WORDS + word]
-                _one(base + (place + offset))[0] = value
+        words, tile = cute.recast_tensor(step.values, Int32), step.tile
+        if isinstance(tile, StagedTile):
+            tile, staged = tile
+            if half == 0:
+                await_copies()
+            _store_codes(words, half, staged, CODE_WORDS // 2)
+            if half == 1:
+                copy_codes(tile, staged)
+        else:
+            runs = warpgroup() * (WARPGROUP_QUERIES // RUN_CODES)
+            _store_codes(words, half, tile.iterator + runs * RUN_WORDS, CODE_WORDS)
         if half == 1:
-            _store_scales(base + 2 * CODE_WORDS, words[2 * WORDS], words[2 * WORDS + 1])
+            scales = tile.iterator + 2 * CODE_WORDS
+            _store_scales(scales, words[2 * WORDS], words[2 * WORDS + 1])
 
 
-def _store_scales(base: cute.Pointer, of_key: Int32, of_queries: Int32) -> None:
-    number, thread = quad()
+def _store_codes(words: cute.Tensor, half: int, target: cute.Pointer, stride: int) -> None:
+    """Store codes of one key of this thread.  target: first word of the warpgroup's runs; stride:
+    words from those for dK to those for dQ.  Half of a warp stores 256 consecutive bytes."""
+    (row, side), runs = half_row(), QUERIES // RUN_CODES
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+    key = warp * WARP_SIZE + row + KEY_DISTANCE * half
+    target += side * runs * RUN_WORDS + key * KEY_WORDS
+    for codes in (FOR_DK, FOR_DQ):
+        for run in range(runs):
+            source = words.iterator + (codes * WORDS + half * HALF_WORDS + run * KEY_WORDS)
+            place = (target + (codes * stride + run * RUN_WORDS)).align(RUN_CODES)
+            cute.autovec_copy(_some(source, KEY_WORDS), _some(place, KEY_WORDS))
+
+
+@cute.jit
+def await_copies() -> None:
+    """Wait until the warpgroup's codes of the step before have been read: NOTE [staged codes]."""
+    if _copies():
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    _meet()
+
+
+@cute.jit
+def copy_codes(tile: cute.Tensor, staged: cute.Pointer) -> None:
+    """Copy the warpgroup's codes for dK and those for dQ to a tile, when all of its threads have
+    stored them.  staged: of the former."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    _meet()
+    if _copies():
+        runs = warpgroup() * (WARPGROUP_QUERIES // RUN_CODES) * RUN_WORDS
+        words = CODE_WORDS // 2
+        atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), Int32, num_bits_per_copy=32 * words)
+        for codes in cutlass.range_constexpr(2):
+            target = tile.iterator + (runs + codes * CODE_WORDS)
+            source = staged + codes * words
+            cute.copy(atom, _some(source, words), _some(target.align(16), words))
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def _copies() -> Boolean:
+    """Return True for the thread of a warpgroup that issues its copies."""
+    return cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0
+
+
+def _meet() -> None:
+    """Synchronise the threads of a warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + warpgroup(), number_of_threads=WARPGROUP_THREADS)
+
+
+def _store_scales(base: cute.Pointer, of_keys: Int32, of_queries: Int32) -> None:
+    """Store this thread's scales to the atoms of a tile: two bytes each of its keys' blocks, and of
+    the queries' whose blocks it has reduced."""
+    row, side = half_row()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+    block = warpgroup() * 2 + side
     # Row r, block c: byte r % 32 * 16 + r // 32 * 4 + c.
-    key = thread % 2 * 16 + thread // 2 * 8 + number
-    pairs = cute.recast_ptr(base, dtype=cutlass.Uint16)
-    place = key * 8 + warp * 2 + warpgroup()
-    _one(pairs + place)[0] = cutlass.Uint16(of_key)
-    query = warpgroup() * WARPGROUP_QUERIES + _query_run(number) * 8 + thread * 2
-    place = query % 32 * 16 + query // 32 * 4 + warp
-    scales = cute.recast_ptr(base, dtype=cutlass.Uint8) + (ATOM_BYTES + place)
+    scales = cute.recast_ptr(base, dtype=cutlass.Uint8)
+    for_dk = scales + (row * 16 + warp * 4 + block)
+    for_dq = scales + (row * 32 + block * 4 + warp + ATOM_BYTES)
     for i in range(2):
-        value = cutlass.Uint8(of_queries >> 8 * i & 0xFF)
-        _one(scales + 16 * i)[0] = value
+        _some(for_dk + i * 16 * KEY_DISTANCE, 1)[0] = cutlass.Uint8(of_keys >> 8 * i & 0xFF)
+        _some(for_dq + i * 16, 1)[0] = cutlass.Uint8(of_queries >> 8 * i & 0xFF)
 
 
-def _query_run(number: Int32) -> Int32:
-    """Return which 8 queries a quad's two blocks for dQ are among: `_scattered_max`."""
-    return number % 2 * 4 + number // 2 % 2 * 2 + number // 4
+class HalfRowMask(NamedTuple):
+    """Mask of a step by ranges.  key: this thread's first one; query: the first of its queries."""
+
+    applies: Boolean
+    visibility: Visibility
+    key: Int32
+    query: Int32
+
+    def hide(self, scores: cute.Tensor) -> None:
+        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
+        for their dS has to be 0."""
+        for number in range(KEYS):
+            key = self.key + KEY_DISTANCE * number
+            first = cutlass.select_(key < self.visibility.seqlen_q, self.query, Int32(BEYOND))
+            self.visibility.apply(columns_of(scores, number * QUERIES, QUERIES), key, first)
+
+
+def half_row_mask(cta_key: Int32, mask: QuadMask) -> HalfRowMask:
+    """Return the mask of a step for this thread's scores.  cta_key: the CTA's first key."""
+    (row, side), warp = half_row(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    query = mask.index * STEP_QUERIES + warpgroup() * WARPGROUP_QUERIES + side * QUERIES
+    return HalfRowMask(mask.applies, mask.visibility, cta_key + warp % 4 * WARP_SIZE + row, query)
+
+
+def rounds(applies: Boolean) -> Int32:
+    """Return 1 or 0, of which the compiler does not know that there are no others."""
+    number = cutlass.select_(applies, Int32(1), Int32(0))
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number]
+    )
 
 
 def add_each(stats: cute.Tensor, value: float) -> None:
-    """Add a number to each of a thread's 16 statistics (`DvKernel._thread_stats`)."""
-    own = cute.make_tensor(stats.iterator, cute.make_layout(WARPGROUP_QUERIES // 4))
-    for i in range(0, cute.size(own), 2):
-        pair = own[i], own[i + 1]
-        own[i], own[i + 1] = cute.arch.add_packed_f32x2(pair, (Float32(value), Float32(value)))
+    """Add a number to each of a thread's statistics."""
+    for i in range(0, cute.size(stats), 2):
+        pair = stats[i], stats[i + 1]
+        stats[i], stats[i + 1] = cute.arch.add_packed_f32x2(pair, (Float32(value), Float32(value)))
 
 
-def _one(pointer: cute.Pointer) -> cute.Tensor:
-    return cute.make_tensor(pointer, cute.make_layout(1))
+def _some(pointer: cute.Pointer, count: int) -> cute.Tensor:
+    return cute.make_tensor(pointer, cute.make_layout(count))
 
 
-def round_p(factors: cute.Tensor, words: cute.Tensor, half: int) -> None:
-    """Round P of one half of a thread's keys to words of e4m3 as `tmem_store_quads` takes them."""
-    thread = quad()[1]
-    lane = cute.arch.lane_idx() - thread
-    # Threads 2 t % 4 and the next one have these queries, in the first or second of their pairs.
-    first, choice = lane + thread % 2 * 2, 0x5410 + thread // 2 * (0x7632 - 0x5410)
-    values = quad_fragment(factors, half)
+def round_p(p: cute.Tensor, words: cute.Tensor, half: int) -> None:
+    """Round P of one of a thread's keys to words of e4m3, four queries each."""
     rounded = cute.recast_tensor(words, Int32)
-    for m in range(4):
-        for j in range(2):
-            own = codes_of([values[i, j, 2 * m + k] for k in range(2) for i in range(2)])
-            parts = (cute.arch.shuffle_sync(own, first + i) for i in range(2))
-            rounded[half * HALF_WORDS + j + 2 * m] = cute.arch.prmt(*parts, choice)
+    for word in range(HALF_WORDS):
+        values = [p[word * WORD_CODES + i] for i in range(WORD_CODES)]
+        rounded[half * HALF_WORDS + word] = codes_of(values)
 
 
-def quantize_ds(ds: cute.Tensor, target: cute.Tensor) -> None:
+def quantize_ds(ds: cute.Tensor, target: cute.Tensor, inverses: cute.Tensor) -> None:
     """Round dS of a step for dK and for dQ: NOTE [scales of dS].
 
-    ds: 64 float32 of this thread.  target: `Mxfp8DsStore.registers` registers.
+    ds: 64 float32 of this thread.  target: `Mxfp8DsStore.registers` registers.  inverses: 64
+    float32 in shared memory that this warp alone uses, others in the next step.
     """
     words = cute.recast_tensor(target, Int32)
-    of_keys, key_bytes = _key_scales(ds)
-    of_queries, query_bytes = _query_scales(ds)
-    words[2 * WORDS], words[2 * WORDS + 1] = key_bytes, query_bytes
-    thread = quad()[1]
-    # Bytes of the own word and of the neighbour's: `_paired`.
-    choice = 0x5410 + thread % 2 * (0x3276 - 0x5410)
-    for half in range(2):
-        values = quad_fragment(ds, half)
-        for m in range(4):
-            for j in range(2):
-                scale = _inverse(of_keys[half], 2 * j + m // 2)
-                place = half * HALF_WORDS + j + 2 * m
-                for_dk = _word(values, j, m, ((scale, scale), (scale, scale)))
-                pairs = tuple(
-                    (_inverse(of_queries[m], 2 * k), _inverse(of_queries[m], 2 * k + 1))
-                    for k in range(2)
-                )
-                for_dq = _word(values, j, m, pairs)
-                words[FOR_DK * WORDS + place] = _paired(for_dk, choice)
-                words[FOR_DQ * WORDS + place] = _paired(for_dq, choice)
+    row, side = half_row()
+    keys = [columns_of(ds, key * QUERIES, QUERIES) for key in range(KEYS)]
+    of_queries = _query_scales(keys)
+    own = _some((inverses.iterator + (side * QUERIES + row * 2)).align(8), 2)
+    factors = cute.make_rmem_tensor(2, Float32)
+    factors[0], factors[1] = (_inverse(scale) for scale in of_queries)
+    cute.autovec_copy(factors, own)
+    of_keys = [_scale((_largest(list_of(key)) + ROUND_UP) >> SIGNIFICAND_BITS) for key in keys]
+    for half, values in enumerate(keys):
+        factor = _inverse(of_keys[half])
+        _round(values, words, FOR_DK * WORDS + half * HALF_WORDS, lambda _: factor)  # noqa: B023
+    cute.arch.sync_warp()
+    by_query = cute.make_rmem_tensor(QUERIES, Float32)
+    cute.autovec_copy(_some((inverses.iterator + side * QUERIES).align(16), QUERIES), by_query)
+    for half, values in enumerate(keys):
+        _round(values, words, FOR_DQ * WORDS + half * HALF_WORDS, lambda i: by_query[i])
+    words[2 * WORDS], words[2 * WORDS + 1] = (a | b << 8 for a, b in (of_keys, of_queries))
 
 
-def _word(values: cute.Tensor, j: int, m: int, scales: Any) -> Int32:
-    """Return the codes of queries 2 t, 2 t + 1 of runs 2 m and 2 m + 1.  scales: by run."""
-    scaled: list[Float32] = []
-    for k in range(2):
-        pair = values[0, j, 2 * m + k], values[1, j, 2 * m + k]
-        scaled += cute.arch.mul_packed_f32x2(pair, scales[k])
-    return codes_of(scaled)
+def list_of(values: cute.Tensor) -> list[Float32]:
+    return [values[i] for i in range(cute.size(values))]
 
 
-def _paired(word: Int32, choice: Int32) -> Int32:
-    """Return four consecutive queries of a key: a thread and its neighbour exchange pairs.  Even
-    threads get those of the first run of 8, odd ones those of the second."""
-    other = cute.arch.shuffle_sync_bfly(word, offset=1)
-    return cute.arch.prmt(word, other, choice)
+def _round(values: cute.Tensor, words: cute.Tensor, first: int, factor: Any) -> None:
+    """Round a key's values to words from number `first` on.  factor: of a value, by its number."""
+    for word in range(HALF_WORDS):
+        scaled: list[Float32] = []
+        for i in range(word * WORD_CODES, (word + 1) * WORD_CODES, 2):
+            pair = values[i], values[i + 1]
+            scaled += cute.arch.mul_packed_f32x2(pair, (factor(i), factor(i + 1)))
+        words[first + word] = codes_of(scaled)
 
 
-def _key_scales(ds: cute.Tensor) -> tuple[list[Int32], Int32]:
-    """Return (bytes of the inverse scales for dK, those of the scales that this thread stores). The
-    former: a word for each half, with byte 2 j + block."""
+def _query_scales(keys: list[cute.Tensor]) -> list[Int32]:
+    """Return the bytes of the scales for dQ of two queries, those that this thread stores."""
     largest = []
-    for half in range(2):
-        own = quad_fragment(ds, half)
-        for j in range(2):
-            largest += [_largest([own[i, j, 4 * block + k] for k in range(4) for i in range(2)])
-                        for block in range(2)]  # fmt: skip
-    thread = quad()[1]
-    kept = _scattered_max(largest, ((1, thread % 2), (2, thread // 2)))
-    inverses, stored = _bytes_of(kept)
-    return _gathered(inverses, ((2, thread // 2), (1, thread % 2))), stored
-
-
-def _query_scales(ds: cute.Tensor) -> tuple[list[Int32], Int32]:
-    """Return the same for dQ: a word for each two runs of 8 queries, with byte 2 (k % 2) + i."""
-    halves = [quad_fragment(ds, half) for half in range(2)]
-    largest = [_largest([own[i, j, k] for own in halves for j in range(2)])
-               for k in range(8) for i in range(2)]  # fmt: skip
-    number = quad()[0]
-    sides = number % 2, number // 2 % 2, number // 4
-    kept = _scattered_max(largest, ((4, sides[0]), (8, sides[1]), (16, sides[2])))
-    inverses, stored = _bytes_of(kept)
-    return _gathered(inverses, ((16, sides[2]), (8, sides[1]), (4, sides[0]))), stored
+    for i in range(0, QUERIES, 2):
+        pair = [_as_float(_largest([key[i + n] for key in keys])) for n in range(2)]
+        grown = cute.arch.mul_packed_f32x2(pair, (Float32(GROWTH), Float32(GROWTH)))
+        # The upper halves, the second one's above: NOTE [two magnitudes in a word].
+        largest.append(cute.arch.prmt(*(_bits(value) for value in grown), 0x7632))
+    row = half_row()[0]
+    sides = tuple((distance, row // distance % 2) for distance in (8, 4, 2, 1))
+    kept = _scattered_max(largest, sides)[0]
+    return [_scale(kept >> 7 & EXPONENT_MASK), _scale(kept >> 23 & EXPONENT_MASK)]
 
 
 def _largest(values: list[Float32]) -> Int32:
-    """Return the bits of the largest magnitude: max.f32 of three (PTX ISA 9.7.3.12)."""
+    """Return the bits of the largest magnitude: max.f32 of three (PTX ISA 9.7.3.12), whose
+    operands' signs cost nothing."""
     lines = [".reg .f32 found, a, b;", "abs.f32 found, {$r0};"]
     for i in range(1, len(values), 2):
         lines.append(f"abs.f32 a, {{$r{i}}};")
@@ -218,50 +300,49 @@ def _largest(values: list[Float32]) -> Int32:
     )
 
 
-def _scattered_max(values: list[Int32], exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
-    """Return the maxima over lanes of a share of the values: at each exchange a lane keeps the
-    first half if its side is 0, the second if it is 1, and gives the other one away. exchanges:
-    (distance of the other lane, side of this one)."""
+def _scattered_max(words: list[Int32], exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
+    """Return the maxima over lanes of a share of the words, two bf16 each: at each exchange a lane
+    keeps the first half if its side is 0, the second if it is 1, and gives the other one away.
+
+    exchanges: (distance of the other lane, side of this one).
+    """
     for distance, side in exchanges:
-        half = len(values) // 2
+        half = len(words) // 2
         is_first = side == 0
-        kept = [cutlass.select_(is_first, a, b) for a, b in zip(values[:half], values[half:])]
-        given = [cutlass.select_(is_first, b, a) for a, b in zip(values[:half], values[half:])]
-        values = [
-            cutlass.max(own, cute.arch.shuffle_sync_bfly(other, offset=distance))
+        kept = [cutlass.select_(is_first, a, b) for a, b in zip(words[:half], words[half:])]
+        given = [cutlass.select_(is_first, b, a) for a, b in zip(words[:half], words[half:])]
+        words = [
+            _larger(own, cute.arch.shuffle_sync_bfly(other, offset=distance))
             for own, other in zip(kept, given)
         ]
-    return values
-
-
-def _bytes_of(pair: list[Int32]) -> tuple[Int32, Int32]:
-    """Return the bytes of the inverse scales and scales of two magnitudes: NOTE [2^8 times]."""
-    low, high = (
-        cutlass.max((bits + ROUND_UP >> SIGNIFICAND_BITS) - (EXPONENT + P_LOG2), Int32(0))
-        for bits in pair
-    )
-    scales = low | high << 8
-    return (BOTH_BIASES | BOTH_BIASES << 8) - scales, scales
-
-
-def _gathered(own: Int32, exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
-    """Return the bytes of all lanes by the exchanges of `_scattered_max` in reverse."""
-    distance, side = exchanges[0]
-    other = cute.arch.shuffle_sync_bfly(own, offset=distance)
-    is_first = side == 0
-    words = [cutlass.select_(is_first, own | other << 16, other | own << 16)]
-    for distance, side in exchanges[1:]:
-        others = [cute.arch.shuffle_sync_bfly(word, offset=distance) for word in words]
-        is_first = side == 0
-        both = [*zip(words, others), *zip(others, words)]
-        words = [cutlass.select_(is_first, a, b) for a, b in both]
     return words
 
 
-def _inverse(word: Int32, byte: int) -> Float32:
-    """Return the float32 whose exponent is a byte of a word."""
-    shift = SIGNIFICAND_BITS - 8 * byte
-    moved = word << shift if shift > 0 else word >> -shift
-    bits = cute.make_rmem_tensor(1, Int32)
-    bits[0] = moved & EXPONENT_MASK
-    return cute.recast_tensor(bits, Float32)[0]
+def _larger(a: Int32, b: Int32) -> Int32:
+    """max.bf16x2 (PTX ISA 9.7.4.8): a NaN loses against a number."""
+    return cute.arch.inline_ptx(
+        "max.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+    )
+
+
+def _scale(exponent: Int32) -> Int32:
+    """Return the byte of the scale of a largest magnitude with this biased exponent, rounded up:
+    NOTE [2^8 times]."""
+    return cutlass.max(exponent - (EXPONENT + P_LOG2), Int32(0))
+
+
+def _inverse(scale: Int32) -> Float32:
+    """Return what brings dS times 2^P_LOG2 to a scale."""
+    return _as_float(BOTH_BIASES - scale << SIGNIFICAND_BITS)
+
+
+def _as_float(bits: Int32) -> Float32:
+    words = cute.make_rmem_tensor(1, Int32)
+    words[0] = bits
+    return cute.recast_tensor(words, Float32)[0]
+
+
+def _bits(value: Float32) -> Int32:
+    values = cute.make_rmem_tensor(1, Float32)
+    values[0] = value
+    return cute.recast_tensor(values, Int32)[0]

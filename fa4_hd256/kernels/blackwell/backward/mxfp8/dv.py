@@ -3,7 +3,7 @@
 S^T = K Q^T and dP^T = V dO^T reduce over the head's columns, dV = P^T dO over queries.  So dO comes
 twice, with blocks along either side.  Each passes in one piece of 16 KiB, with its scales.  P is
 rounded times 2^8, with one constant scale.  dS is made of P in float32, and leaves in e4m3 with
-scales of two kinds (`ds`), straight from registers.
+scales of two kinds (`ds`), codes through shared memory.
 
 NOTE [scales over S and dP].  dV, S and dP take 512 columns of tensor memory, all there are.  Scales
 lie over what is in registers already, copied there by tcgen05.cp before each MMA: those of S(i + 1)
@@ -25,6 +25,7 @@ from ....backward.common import Step
 from ....block_scales import ATOMS
 from ....context import KernelParts
 from ....operands import SharedMemory, TmaTensor
+from ....plan.budgets import WARPS_PER_WARPGROUP
 from ....plan.edges import RingState, RingStates
 from ....problem_class import GradientClass
 from ....ranges import traced
@@ -41,13 +42,25 @@ from ...instructions import (
 from ...scale_tiles import scale_buffers
 from ...scaled_mma import ScaledMma, copy_scales
 from ...tmem import tmem_buffer, tmem_store
-from ...tmem_quads import tmem_load_quads, tmem_store_quads
-from ..common import FRAGMENT, BlackwellBackward, RowsOfStep, hide, score_gradients
+from ...tmem_halves import half_row, tmem_load_halves, tmem_store_halves
+from ..common import BlackwellBackward, RowsOfStep, hide, score_gradients, warpgroup
 from ..config import GradientConfig
 from ..dv import TILE_KEYS, DvKernel, DvLoadRings, DvMmaRings, DvTiles
 from ..quads import STEP_QUERIES, WARPGROUP_QUERIES, QuadMask, QuadRegisters, StepDs, TileStep
 from ..row_result import CTA_ROWS, WARPGROUP_COLUMNS, RowResult, first_row
-from .ds import P_LOG2, WORDS, Mxfp8DsStore, add_each, quantize_ds, round_p
+from .ds import (
+    CODE_WORDS,
+    KEYS,
+    P_LOG2,
+    QUERIES,
+    WORDS,
+    Mxfp8DsStore,
+    add_each,
+    half_row_mask,
+    quantize_ds,
+    round_p,
+    rounds,
+)
 from .scaled import ROW_ELEMENTS, load_scales_of, operand_views, scale_tensors
 from .scaled import Mxfp8BackwardContext as Context
 
@@ -66,12 +79,10 @@ class DvMxfp8Kernel(BlackwellBackward):
     tiles: DvTiles
     load_rings, mma_rings = DvLoadRings, DvMmaRings
     kept, passing = ("k", "v"), "ring"
-    gradient: Any = DvKernel.gradient
     first_step: Any = DvKernel.first_step
     _queries: Any = DvKernel._queries
     _result: Any = DvKernel._result
     _load_row_stats: Any = DvKernel._load_row_stats
-    _thread_stats: Any = DvKernel._thread_stats
     later_columns = WARPGROUP_COLUMNS // 2
     register_sizes = WARPGROUP_QUERIES, WORDS, Mxfp8DsStore.registers
     mma_waits = "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_free", "p_done", "dv_free"
@@ -112,6 +123,9 @@ class DvMxfp8Kernel(BlackwellBackward):
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
+        warps = len(self.warps.gradient)
+        staged = cute.make_layout((CODE_WORDS, warps // WARPS_PER_WARPGROUP))
+        inverses = cute.make_layout((WARPGROUP_QUERIES, warps, self.plan.stats_stages))
         return {
             "k": memory.operand("k", CTA_ROWS, ROW_ELEMENTS, 1),
             "v": memory.operand("v", CTA_ROWS, ROW_ELEMENTS, 1),
@@ -122,6 +136,8 @@ class DvMxfp8Kernel(BlackwellBackward):
             "ring_scales": scale_buffers(memory, "ring_scales", stages),
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
+            "staged": cute.make_tensor(memory.region("staged", Int32, 128), staged),
+            "inverses": cute.make_tensor(memory.region("inverses", Float32, 128), inverses),
         }
 
     # ------------------------------------------------------------ load
@@ -262,6 +278,20 @@ class DvMxfp8Kernel(BlackwellBackward):
 
     # ------------------------------------------------------------ gradient
 
+    @cute.jit
+    def gradient(self, context: Context):
+        """See the base; shared memory must not go away under copies in flight."""
+        DvKernel.gradient(self, context)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def _thread_stats(self, context: Context, name: str, buffer: Int32) -> cute.Tensor:
+        """-LSE or -delta of this thread's 32 queries."""
+        first = warpgroup() * WARPGROUP_QUERIES + half_row()[1] * QUERIES
+        source = context.smem[name].iterator + (buffer * STEP_QUERIES + first)
+        values = cute.make_rmem_tensor(QUERIES, Float32)
+        cute.autovec_copy(cute.make_tensor(source.align(16), values.layout), values)
+        return values
+
     @traced("P")
     @cute.jit
     def _probabilities(
@@ -273,24 +303,33 @@ class DvMxfp8Kernel(BlackwellBackward):
         states: RingStates,
         place: TileStep,
     ):
-        """P of one step times 2^P_LOG2, in float32 and e4m3.  before: dS of the step before."""
-        factors, p, _ = registers
-        states = self.take_scores(context, factors, tmem_load_quads, states)
+        """P of one step times 2^P_LOG2, in float32 and in e4m3.  before: dS of the step before,
+        which leaves meanwhile."""
+        for key in cutlass.range_constexpr(KEYS):
+            self.ds_store.store(before, key)
+        states = self.take_scores(context, registers.factors, tmem_load_halves, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
         exponents = self._thread_stats(context, "lse", states["stats_loaded"].index)
         add_each(exponents, float(P_LOG2))
-        self._hide_unseen(mask._replace(halves=(0, 1)), factors)
-        for half in cutlass.range_constexpr(2):
-            part = columns_of(factors, half * FRAGMENT, FRAGMENT)
-            self.ds_store.store(before, half)
-            self.exponentiate(context, part, exponents, half * FRAGMENT, WARPGROUP_QUERIES)
-            round_p(factors, p, half)
+        self._hide_unseen(context, mask, place, registers.factors)
+        for key in cutlass.range_constexpr(KEYS):
+            part = columns_of(registers.factors, key * QUERIES, QUERIES)
+            self.exponentiate(context, part, exponents, key * QUERIES, WARPGROUP_QUERIES)
+            round_p(part, registers.p, key)
         return states
 
     @cute.jit
-    def _hide_unseen(self, mask: QuadMask, scores: cute.Tensor):
-        if mask.applies:
-            hide(mask, scores)
+    def _hide_unseen(
+        self,
+        context: Context,
+        mask: QuadMask,
+        place: TileStep,
+        scores: cute.Tensor,
+    ):
+        """Hide scores in none or one round of a loop: ptxas predicates a branch, and so issues its
+        instructions in all steps."""
+        for _ in cutlass.range(rounds(mask.applies), unroll=1):
+            hide(half_row_mask(first_row(context, place.work), mask), scores)
 
     @traced("dS")
     @cute.jit
@@ -305,13 +344,13 @@ class DvMxfp8Kernel(BlackwellBackward):
         fence_after_thread_sync()
         address = self.warp_columns(context, "dp", WARPGROUP_QUERIES)
         dp = cute.make_rmem_tensor(WARPGROUP_QUERIES, Float32)
-        tmem_load_quads(address, dp)
+        tmem_load_halves(address, dp)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         barriers["dp_free"].arrive(states["dp_done"], is_converged=True)
         # Or ptxas moves the arrival behind the stores.
         cute.arch.sync_warp()
-        tmem_store_quads(p, address)
+        tmem_store_halves(p, address)
         self._store_p_scales(address)
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
@@ -321,13 +360,15 @@ class DvMxfp8Kernel(BlackwellBackward):
             part = self.later_columns, WARPGROUP_COLUMNS
             result = self._result(context, undrained)
             states = self.result.drain(context, result, states, part)
-        delta = self._thread_stats(context, "delta", states["stats_loaded"].index)
-        for start in cutlass.range_constexpr(0, WARPGROUP_QUERIES, FRAGMENT):
-            part = columns_of(dp, start, FRAGMENT)
-            score_gradients(part, columns_of(factors, start, FRAGMENT), delta)
+        buffer = states["stats_loaded"].index
+        delta = self._thread_stats(context, "delta", buffer)
+        for key in cutlass.range_constexpr(KEYS):
+            part = columns_of(dp, key * QUERIES, QUERIES)
+            score_gradients(part, columns_of(factors, key * QUERIES, QUERIES), delta)
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
-        quantize_ds(dp, ds)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        quantize_ds(dp, ds, context.smem["inverses"][None, warp, buffer])
         return states
 
     def _store_p_scales(self, address: Any) -> None:

@@ -79,6 +79,12 @@ def ptx_kind(opcode: str) -> str | None:
     return _with_width(event, opcode) or None
 
 
+def sites_of(opcode: str) -> int:
+    """Return the number of sites of an event's PTX instruction. ptxas makes two of tcgen05.ld and
+    tcgen05.st of the shape 16x32bx2, one for each half of the threads."""
+    return 2 if ".16x32bx2." in opcode else 1
+
+
 def sass_kind(instruction: SassInstruction) -> str | None:
     """Kind of a SASS instruction, None if it is no site of an event."""
     opcode = instruction.opcode
