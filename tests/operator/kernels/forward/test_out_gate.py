@@ -85,6 +85,7 @@ def test_gradients(name, device):
     assert torch.equal(of_gate, found["out_gate"])
 
 
+@pytest.mark.sampled
 def test_a_gate_of_heads_may_have_any_strides(device):
     """One that lies (batch, heads, seqlen), as scores do, with its gradient."""
     case = CASES["of heads"]
