@@ -257,6 +257,10 @@ def flash_attn_varlen_func(
     """
     if is_autocasting():
         q, k, v, out_gate = autocast(q, k, v, out_gate, fixed=out)
+    sequences: tuple[Any, ...]
+    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
+    others, key, key_of_mask, listed_tiles = NO_TENSORS, None, None, 0
+    results, row = (out, return_lse, return_max_logits), None
     if block_mask is not None or mask_mod is not None:
         apart: dict[str, Any] = {
             "seqused_q": seqused_q,
@@ -267,41 +271,37 @@ def flash_attn_varlen_func(
             "backward_metadata": backward_metadata,
             "mxfp8_gradients": mxfp8_gradients,
         }
-        functions = block_mask, mask_mod, score_mod
         if out is not None:
             check_out(out, q)
+            results = out.unsqueeze(0), return_lse, return_max_logits
+        functions = block_mask, mask_mod, score_mod
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
-        result, lse, *max_logits = flash_attn_func(
-            row.q, row.k, row.v, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
-            return_lse=True, num_splits=num_splits, batch_invariant=batch_invariant,
-            config=config, backward_config=backward_config, use_clc=use_clc,
-            out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            score_mod=row.score_mod, mask_mod=row.mask_mod, return_max_logits=return_max_logits,
-            out_gate=out_gate.unsqueeze(0) if isinstance(out_gate, torch.Tensor) else out_gate,
-        )  # fmt: skip
-        out = result.squeeze(0) if out is None else out
-        also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
-        return (out, *also) if also else out
-    others, key, ds_tiles = NO_TENSORS, None, 0
+        q, k, v, score_mod = row.q, row.k, row.v, row.score_mod
+        out_gate = out_gate.unsqueeze(0) if isinstance(out_gate, torch.Tensor) else out_gate
+        # Bounds of lengths say nothing of the row, whose one length is that of q.
+        sequences, max_seqlen_q, max_seqlen_k = (None,) * 6, None, None
+        inputs = q, k, v, learnable_sink, out_gate
+        masked = _read_masks(inputs, row.block_mask, row.mask_mod, tree_mask)
+        others, key_of_mask, listed_tiles = masked
+    inputs = q, k, v, learnable_sink, out_gate
     if not (tree_mask is score_mod is q_descale is k_descale is v_descale is None):
-        others, key = read_options(tree_mask, score_mod, q_descale, k_descale, v_descale)
+        read, key = read_options(tree_mask, score_mod, q_descale, k_descale, v_descale)
+        others = {**others, **read}
     if backward_metadata is not None:
         apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
         apart["mxfp8_gradients"] = mxfp8_gradients
         check_metadata(backward_metadata, causal, window_size, apart)
-        read, ds_tiles = _read_metadata((q, k, v, learnable_sink, out_gate), backward_metadata)
+        read, listed_tiles = _read_metadata(inputs, backward_metadata)
         others = {**others, **read}
     arguments = plans.call_fields(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, config=config,
-        backward_config=backward_config, score_mod=key, listed_tiles=ds_tiles,
+        backward_config=backward_config, score_mod=key, mask_mod=key_of_mask,
+        listed_tiles=listed_tiles,
     )  # fmt: skip
-    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    inputs, results = (q, k, v, learnable_sink, out_gate), (out, return_lse, return_max_logits)
-    return attend_sequences(inputs, sequences, others, arguments, results, mxfp8_gradients)
+    found = attend_sequences(inputs, sequences, others, arguments, results, mxfp8_gradients)
+    return found if row is None else _without_batch(found, out, return_lse)
 
 
 def attend_sequences(
@@ -333,6 +333,15 @@ def attend_sequences(
     if mxfp8_gradients is not None:
         return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, results)
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
+
+
+def _without_batch(found: Any, out: torch.Tensor | None, return_lse: bool) -> Any:
+    """Return the results of a `PackedRow` as those of its sequences. out: the user's, or None."""
+    first, *others = found if isinstance(found, tuple) else (found,)
+    if return_lse:
+        others[0] = others[0].squeeze(0)
+    first = first.squeeze(0) if out is None else out
+    return (first, *others) if others else first
 
 
 #: Tensors by name, of calls that have none.
@@ -443,7 +452,7 @@ def _find_and_run(
         ):
             if not execution.is_differentiable:
                 # Keys lack requires_grad, so the plan may be of a call without gradients.
-                check_differentiable(ForwardTensors(*tensors[:-1]))
+                check_differentiable(ForwardTensors(*tensors[:-1]), execution.values)
                 execution.is_differentiable = True
             results = attend_with_gradients((kind, *found, tensors), q, k, v, sink, gate)
         else:

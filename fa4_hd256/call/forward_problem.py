@@ -14,7 +14,7 @@ from ..gpus.family import architecture_of
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.functions.user_functions import FUNCTION_KINDS
 from ..kernels.kernel_set import MXFP8, KernelSet, kernels_of
-from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
+from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
 from ..kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, block_scales_of
 from ..kernels.problem_class import (
@@ -38,7 +38,7 @@ from ..kernels.rows.sequences import (
 from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 from . import checks, descales, memory, named_configs
 from .functions.tensors import functions_of_keys
-from .operator_arguments import RAGGED, ForwardTensors, ForwardValues
+from .operator_arguments import RAGGED, BackwardTensors, ForwardTensors, ForwardValues
 from .options import (
     FIXED_SPLITS,
     Options,
@@ -528,20 +528,31 @@ def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[st
     return name(config, "forward"), name(backward_config, "backward")
 
 
-def check_differentiable(tensors: ForwardTensors) -> None:
-    refused = (
-        tensors.page_table,
-        tensors.part_list,
-        tensors.tree_words,
-        *(getattr(tensors, name) for name in DESCALES),
-        tensors.cache_batch_idx,
-        tensors.cache_leftpad,
-    )
-    if tensors.k.dtype in CACHE_DTYPES or any(tensor is not None for tensor in refused):
+#: Tensors of a forward that gradients do not take: a call with gradients has none of them.
+_WITHOUT_GRADIENTS = tuple(
+    name
+    for name in ForwardTensors._fields
+    if name not in (*BackwardTensors._fields, MASK_STEPS, MASK_BITS)
+)
+#: Values of a forward that calls with gradients may have; of others they have the default.
+DIFFERENTIABLE_VALUES = (
+    "softmax_scale", "window_left", "window_right", "softcap", "max_seqlen_q", "max_seqlen_k",
+    "use_clc", "config", "backward_config", "num_splits", "backward_use_clc", "score_mod",
+    "mask_mod", "listed_tiles",
+)  # fmt: skip
+
+
+def check_differentiable(tensors: ForwardTensors, values: ForwardValues) -> None:
+    """Raise NotImplementedError for a call without gradients. All calls with gradients come here,
+    in mxfp8 with the tensors that gradients flow to in place of q, k and v and their scales."""
+    refused = [name for name in _WITHOUT_GRADIENTS if getattr(tensors, name) is not None]
+    refused += values.beside(DIFFERENTIABLE_VALUES)
+    if tensors.k.dtype in CACHE_DTYPES:
+        refused.insert(0, "q, k and v in float8, k and v in NVFP4")
+    if refused:
         raise NotImplementedError(
-            "q, k and v in float8, k and v in NVFP4, page_table, scheduler_metadata, tree_mask: no "
-            "gradients flow through such calls; accepted: tensors that do not require gradients, "
-            "or a call under torch.no_grad()"
+            f"{', '.join(map(checks.said, refused))}: no gradients flow through such calls; "
+            "accepted: tensors that do not require gradients, or a call under torch.no_grad()"
         )
     if tensors.mask_steps is not None and tensors.mask_blocks is None:
         raise NotImplementedError(
@@ -559,7 +570,7 @@ def resolve_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValue
         memory.check_out(out, named.q)
         memory.check_writable(out, inputs)
     if checks.are_differentiated((named.q, named.k, named.v, named.sink, named.out_gate)):
-        check_differentiable(named)
+        check_differentiable(named, values)
     return values
 
 

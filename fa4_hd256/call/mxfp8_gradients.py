@@ -17,11 +17,16 @@ from .checks import reads_contents, said
 from .chunks import BackwardDivision
 from .memory import require_dense
 from .mxfp8_scales import OF_ROWS, check_alone, check_order, check_packed, check_shape
-from .operator_arguments import BackwardTensors, ForwardTensors
+from .operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
 from .options import Options
 
 #: Tensors that calls with gradients in mxfp8 may have beside q, k, v and their scales.
 ACCEPTED = ("cu_seqlens_q", "cu_seqlens_k", "q_descale", "k_descale", "v_descale")
+#: Values that such calls may have; of others they have the default. listed_tiles: of a block mask.
+ACCEPTED_VALUES = (
+    "softmax_scale", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "use_clc",
+    "config", "backward_config", "num_splits", "backward_use_clc", "listed_tiles",
+)  # fmt: skip
 #: Operands that users give for gradients, and the tensor that each is of.
 GIVEN = {"v_columns": "v", "q_rows": "q", "k_rows": "k"}
 
@@ -68,16 +73,16 @@ CODES, SCALES = Mxfp8BackwardTensors._fields[_FIRST:][:7], Mxfp8BackwardTensors.
 _BATCHED = {4: ("dout", "out", *CODES), 3: ("lse", "dlse")}
 
 
-def refuse_others(tensors: ForwardTensors, softcap: Any, beside: Sequence[str]) -> None:
+def refuse_others(tensors: ForwardTensors, values: ForwardValues, beside: Sequence[str]) -> None:
     """Raise NotImplementedError for a call with something whose gradients in mxfp8 are not offered.
     beside: names of further arguments that are given."""
     given = [
         "block_mask" if name in MASK_TABLES else said(name)
         for name in tensors.others()
-        # Functions are among the arguments beside.
+        # Of a function its key says that it is given.
         if name not in (*ACCEPTED, *FUNCTION_TENSORS)
     ]
-    given += ["learnable_sink"] * (tensors.sink is not None) + ["softcap"] * bool(softcap)
+    given += ["learnable_sink"] * (tensors.sink is not None) + values.beside(ACCEPTED_VALUES)
     names = dict.fromkeys((*given, *beside))
     if names:
         raise NotImplementedError(

@@ -161,6 +161,11 @@ class ForwardValues(NamedTuple):
     mask_mod: str | None = None
     listed_tiles: int = 0
 
+    def beside(self, known: Sequence[str]) -> list[str]:
+        """Return the names of fields that are not `known` and differ from their default."""
+        others = [name for name in self._fields if name not in known]
+        return [name for name in others if getattr(self, name) != self._field_defaults[name]]
+
 
 class BackwardValues(NamedTuple):
     """Values of a backward. forward: those of its forward. wanted: whether dq, whether dk and dv,

@@ -105,7 +105,7 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """setup_context of the forward's operators: what `gradients` needs, and no more."""
     tensors, values = forward_arguments(inputs)
-    check_differentiable(tensors)
+    check_differentiable(tensors, values)
     save(ctx, tensors, values, output)
 
 

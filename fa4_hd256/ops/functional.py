@@ -42,7 +42,7 @@ def attend_under_transforms(
         )
     wanted = (tensor for tensor in tensors[:DIFFERENTIABLE] if tensor is not None)
     if any(tensor.requires_grad for tensor in wanted):
-        check_differentiable(tensors)
+        check_differentiable(tensors, values)
     apply = _DifferentiatedOperator.apply
     results: tuple[torch.Tensor, torch.Tensor] = apply(_Held(values), *tensors)
     return results

@@ -10,12 +10,13 @@ import torch
 from .. import plans
 from ..call import named_configs
 from ..call.checks import are_differentiated
-from ..call.forward_problem import Call
+from ..call.forward_problem import Call, check_differentiable
 from ..call.mxfp8_gradients import Mxfp8BackwardTensors, check_given, refuse_others
 from ..call.operator_arguments import ForwardTensors, ForwardValues
 from ..call.process import is_intercepted
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
+from ..kernels.problem_class import DESCALES
 from ..quantize.mxfp8 import Mxfp8Gradients, quantized
 from ..run.mxfp8_backward import plan_call
 from .autograd import refuse_second_order
@@ -25,11 +26,16 @@ _BACKWARD = plans.Kind("mxfp8_backward", plans.resolve_fields(ForwardValues), pl
 
 
 class Mxfp8Call(NamedTuple):
-    """A forward in mxfp8.  run: (out) -> lse.  values: of its backward."""
+    """A forward in mxfp8 whose gradients can be computed."""
 
+    #: Of the forward: q, k and v as codes, and their scales.
     tensors: ForwardTensors
+    #: The user's mxfp8_gradients: the tensors that gradients flow to, and operands of the backward.
     given: Mxfp8Gradients
+    #: The forward's, with the tile scheduler and the configuration of the backward as use_clc and
+    #: config.
     values: ForwardValues
+    #: Runs the forward: writes the result to its argument, and returns the LSE.
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,10 +59,12 @@ def described_call(
             f"mxfp8_gradients is a {type(given).__name__}; accepted: that of "
             "fa4_hd256.quantize.quantize_mxfp8_training"
         )
-    functions = [n for n in ("score_mod", "mask_mod") if getattr(arguments, n) is not None]
-    refuse_others(tensors, arguments.softcap, (*functions, *beside))
     values = arguments._replace(backward_config=None).values(tensors)
+    refuse_others(tensors, values, beside)
     check_given(given, tensors)
+    # Gradients flow to the tensors that were quantized, which have no scales.
+    exact: dict[str, Any] = {"q": given.q, "k": given.k, "v": given.v, **dict.fromkeys(DESCALES)}
+    check_differentiable(tensors._replace(**exact), values)
     kernels = kernels_of(architecture_of(tensors.q.device))
     kernels.backward_set(is_mxfp8=True)
     config = named_configs.encode(

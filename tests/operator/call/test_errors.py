@@ -370,7 +370,7 @@ FEW_ENTRIES = ints((0,), (2,))
         (
             {"q": torch.zeros(2, 3, 2, 256).bfloat16().requires_grad_()},
             NotImplementedError,
-            r"page_table, .*: no gradients .* torch.no_grad\(\)",
+            r"page_table: no gradients .* torch.no_grad\(\)",
         ),
     ],
 )
@@ -383,7 +383,7 @@ def test_a_gate_alone_requires_gradients(monkeypatch):
     """Gradients that pages do not have are refused before anything is planned or compiled."""
     monkeypatch.setattr(plans, "Execution", None)
     gate = torch.zeros(2, 3, 2).bfloat16().requires_grad_()
-    with pytest.raises(NotImplementedError, match="page_table, .*: no gradients"):
+    with pytest.raises(NotImplementedError, match="page_table: no gradients"):
         flash_attn_varlen_func(**paged(out_gate=gate))
 
 
