@@ -95,29 +95,46 @@ class RingState(Carried):
 
 
 class RingRecord:
-    """Base of the record of a role's rings, a `RingState` each; lives across dynamic loops.
-    Subclasses are dataclasses that are not frozen: CuTe DSL takes a frozen one for a constant."""
+    """The rings of a role, a `RingState` each, by name; lives across dynamic loops.
+
+    A role may declare a subclass with a field for each ring: a dataclass by keyword
+    (`kw_only=True`), so that no order can be wrong in silence. It is not frozen: CuTe DSL takes a
+    frozen one for a constant. Without a subclass a state has the name of its edge, as
+    `rings["s_done"]`.
+    """
+
+    def __init__(self, **states: RingState) -> None:
+        vars(self).update(states)
 
     @classmethod
-    def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
-        """Return the record of a role: for each field the edge whose stages it counts.
+    def waiting(cls: type[Record], edges: EdgeTable, *names: str, **fields: str) -> Record:
+        """Return the record of a role. fields: for each field of a subclass the edge whose stages
+        it counts. names: edges whose states have their names.
 
         A role waits for that edge, and signals the other edge of the ring by the same state, before
         it advances it unless the ring has one stage.  Where it only signals a ring, it names the
         edge that it signals, and the parity is not used.
         """
-        return cls(*(edges[name].waiter_state() for name in names))
+        chosen = dict(zip(names, names, strict=True), **fields)
+        return cls(**{field: edges[edge].waiter_state() for field, edge in chosen.items()})
+
+    def __getitem__(self, name: str) -> RingState:
+        return vars(self)[name]
+
+    def advance(self, name: str) -> None:
+        self[name].advance()
 
     def __extract_mlir_values__(self) -> list:
         return [v for state in vars(self).values() for v in cutlass.extract_mlir_values(state)]
 
     def __new_from_mlir_values__(self, values: list) -> RingRecord:
         pairs = zip(values[::2], values[1::2], strict=True)
-        states = (
-            cutlass.new_from_mlir_values(state, list(pair))
-            for state, pair in zip(vars(self).values(), pairs, strict=True)
+        return type(self)(
+            **{
+                name: cutlass.new_from_mlir_values(state, list(pair))
+                for (name, state), pair in zip(vars(self).items(), pairs, strict=True)
+            }
         )
-        return type(self)(*states)
 
 
 @dataclass(frozen=True)
@@ -294,32 +311,3 @@ class Barrier(SharedByReference):
                     )
             else:
                 cute.arch.mbarrier_arrive(pointer)
-
-
-class RingStates:
-    """The states one role keeps, by edge; lives across dynamic loops."""
-
-    def __init__(self, states: dict[str, RingState]) -> None:
-        self._states = states
-
-    @classmethod
-    def waiting(cls, edges: EdgeTable, *names: str) -> RingStates:
-        return cls({name: edges[name].waiter_state() for name in names})
-
-    def __getitem__(self, name: str) -> RingState:
-        return self._states[name]
-
-    def advance(self, name: str) -> None:
-        self._states[name].advance()
-
-    def __extract_mlir_values__(self) -> list:
-        return [v for state in self._states.values() for v in cutlass.extract_mlir_values(state)]
-
-    def __new_from_mlir_values__(self, values: list) -> RingStates:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return RingStates(
-            {
-                name: cutlass.new_from_mlir_values(state, list(pair))
-                for (name, state), pair in zip(self._states.items(), pairs, strict=True)
-            }
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -20,7 +20,7 @@ from ...context import CLAIM_STEPS, KernelParts, schedule, want_next_tile_if
 from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
 from ...operands import TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import CallScalars, GradientClass
 from ...ranges import traced
 from ...rows.sequences import Sequence as RowSequence
@@ -110,10 +110,10 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     `products` has its own.  They work on one tile ahead at most: the dynamic scheduler keeps two
     responses, and fetches tile t + 3 when every role has read tile t + 1.  Gradient warps read it
     after the first sum of tile t, so tiles without steps are skipped after the last MMA of that
-    tile.  For them a kernel adds the classes of its rings, with a field for each edge that is
-    waited for: `load_rings`, `mma_rings` and its edges `mma_waits`; `mma_ends`, rings of the MMA
-    warp of which signals are left at the end; and the methods below.  Those that load or issue get
-    and return the rings of their role.
+    tile.  For them a kernel adds the classes of its rings, `load_rings` and `mma_rings`; by field
+    of `mma_rings` its edges, `mma_waits`; `mma_ends`, rings of the MMA warp of which signals are
+    left at the end; and the methods below.  Those that load or issue get and return the rings of
+    their role.
     """
 
     context_class = BlackwellBackwardContext
@@ -121,7 +121,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     gradient: Callable
     load_rings: type[RingRecord]
     mma_rings: type[Any]
-    mma_waits: tuple[str, ...]
+    mma_waits: Mapping[str, str]
     mma_ends: tuple[str, ...]
     #: Operands of S and of dP that stay for a tile; in `smem`, the view of those that pass.
     kept: tuple[str, str]
@@ -221,8 +221,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     @cute.jit
     def load(self, context: BlackwellBackwardContext):
         """Fetch what the MMAs need, in the order of `mma`; each CTA loads its own share."""
-        names = self._names(self.load_rings)
-        rings = self.load_rings.waiting(self.edges, *(f"{name}_free" for name in names))
+        rings = self.load_rings.waiting(self.edges, **self._free_edges())
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -257,18 +256,19 @@ class BlackwellBackward(BackwardEntry, PairKernel):
                 if work.is_valid:
                     rings = self._load_first_s(context, work, rings)
                     rings = self._load_first_dp(context, work, rings)
-        self._await_all(context, rings, names)
+        self._await_all(context, rings, self._free_edges())
 
-    @staticmethod
-    def _names(rings: type[RingRecord]) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cast(Any, rings)))
+    def _free_edges(self) -> dict[str, str]:
+        """Return the edge that says that a buffer is free, by the field of `load_rings`."""
+        names = (field.name for field in fields(cast(Any, self.load_rings)))
+        return {name: f"{name}_free" for name in names}
 
     @staticmethod
     def _await_all(
-        context: BlackwellBackwardContext, rings: RingRecord, names: tuple[str, ...]
+        context: BlackwellBackwardContext, rings: RingRecord, names: Iterable[str]
     ) -> None:
         for name in names:
-            context.barriers[f"{name}_free"].wait_for_all(getattr(rings, name))
+            context.barriers[f"{name}_free"].wait_for_all(rings[name])
 
     def _load_first_s(self, context: BlackwellBackwardContext, work: WorkTile, rings: Any) -> Any:
         step = self.first_step(context, work)
@@ -295,7 +295,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         """Issue S(0) and dP(0), then S(i), the first sum of step i - 1, dP(i), the second sum of
         step i - 1; S(0) of the next tile before the last first sum of this one, its dP(0) before
         the last second one.  One warp of the leader CTA."""
-        rings = self.mma_rings.waiting(self.edges, *self.mma_waits)
+        rings = self.mma_rings.waiting(self.edges, **self.mma_waits)
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
@@ -412,8 +412,8 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         context: BlackwellBackwardContext,
         scores: cute.Tensor,
         load: Callable[[Int32, cute.Tensor], None],
-        states: RingStates,
-    ) -> RingStates:
+        states: RingRecord,
+    ) -> RingRecord:
         """S of one step to registers, whose buffer is then free. load: of `blackwell.tmem`."""
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()

@@ -33,7 +33,7 @@ from ...backward.key_tiles import KeyTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -66,7 +66,7 @@ CTA_KEYS = BLOCK_KV // 2  # keys of a CTA
 THREAD_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DkdvLoadRings(RingRecord):
     k: RingState
     v: RingState
@@ -75,7 +75,7 @@ class DkdvLoadRings(RingRecord):
     delta: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DkdvMmaRings(RingRecord):
     """Buffers that the MMA warp uses next: of K, V, Q and dO, S, dP, P or dS, dV with dK."""
 
@@ -100,15 +100,15 @@ class DkdvKernel(BlackwellBackward):
 
     tiles: DkdvTiles
     load_rings, mma_rings = DkdvLoadRings, DkdvMmaRings
-    mma_waits = (
-        "k_loaded",
-        "v_loaded",
-        "ring_loaded",
-        "s_free",
-        "dp_free",
-        "weights_done",
-        "sums_free",
-    )
+    mma_waits = {
+        "k": "k_loaded",
+        "v": "v_loaded",
+        "ring": "ring_loaded",
+        "s": "s_free",
+        "dp": "dp_free",
+        "weights": "weights_done",
+        "sums": "sums_free",
+    }
     mma_ends = "s", "dp", "sums"
     kept, passing = ("k", "v"), "ring"
     rows_of = "k"
@@ -158,7 +158,7 @@ class DkdvKernel(BlackwellBackward):
         row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS
         head = work.head // context.scalars.head_parts
         place = context.sequences.key(work.batch), row, 0, head
-        self.load_box(context, name, place, (name, getattr(rings, name)))
+        self.load_box(context, name, place, (name, rings[name]))
         return rings
 
     @staticmethod
@@ -243,7 +243,7 @@ class DkdvKernel(BlackwellBackward):
     def gradient(self, context: Context):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries per thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
-        states = RingStates.waiting(self.edges, *names)
+        states = RingRecord.waiting(self.edges, *names)
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         p_slopes = cute.make_rmem_tensor(THREAD_QUERIES, Float32)
@@ -320,7 +320,7 @@ class DkdvKernel(BlackwellBackward):
         p_slopes: cute.Tensor,
         p: cute.Tensor,
         mask: RowMask,
-        states: RingStates,
+        states: RingRecord,
         work: WorkTile,
         head: Int32,
     ):
@@ -348,7 +348,7 @@ class DkdvKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self, context: Context, p_slopes: cute.Tensor, ds: cute.Tensor, states: RingStates
+        self, context: Context, p_slopes: cute.Tensor, ds: cute.Tensor, states: RingRecord
     ):
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
@@ -373,16 +373,16 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("write P")
     @cute.jit
-    def _publish_p(self, context: Context, p: cute.Tensor, states: RingStates):
+    def _publish_p(self, context: Context, p: cute.Tensor, states: RingRecord):
         return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
-    def _publish_ds(self, context: Context, ds: cute.Tensor, states: RingStates):
+    def _publish_ds(self, context: Context, ds: cute.Tensor, states: RingRecord):
         return self._publish(context, ds, states)
 
     @cute.jit
-    def _publish(self, context: Context, values: cute.Tensor, states: RingStates):
+    def _publish(self, context: Context, values: cute.Tensor, states: RingRecord):
         """P or dS of this thread to shared memory, when what is there has been read."""
         context.barriers["weights_free"].wait(states["weights_free"])
         block = self._first_query() // THREAD_QUERIES
@@ -398,7 +398,7 @@ class DkdvKernel(BlackwellBackward):
 
     @traced("drain dK and dV")
     @cute.jit
-    def _drain(self, context: Context, work: WorkTile, states: RingStates):
+    def _drain(self, context: Context, work: WorkTile, states: RingRecord):
         """Store dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()

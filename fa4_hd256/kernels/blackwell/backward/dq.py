@@ -37,7 +37,7 @@ from ...backward.query_tiles import QueryTiles
 from ...context import KernelParts
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
@@ -61,14 +61,14 @@ from .row_result import ResultPlace, RowResult, first_row, lane
 WARPGROUP_KEYS = BLOCK_KV // 2
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DqLoadRings(RingRecord):
     q: RingState
     dout: RingState
     ring: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DqMmaRings(RingRecord):
     """Buffers that the MMA warp uses next: those of the load warp, S, dP with dS over it, dQ."""
 
@@ -92,7 +92,15 @@ class DqKernel(BlackwellBackward):
 
     tiles: DqTiles
     load_rings, mma_rings = DqLoadRings, DqMmaRings
-    mma_waits = "q_loaded", "dout_loaded", "ring_loaded", "s_free", "dp_done", "ds_done", "dq_free"
+    mma_waits = {
+        "q": "q_loaded",
+        "dout": "dout_loaded",
+        "ring": "ring_loaded",
+        "s": "s_free",
+        "dp": "dp_done",
+        "ds": "ds_done",
+        "dq": "dq_free",
+    }
     mma_ends = "s", "dq"
     rows_of = "q"
     kept, passing = ("q", "dout"), "keys"
@@ -147,7 +155,7 @@ class DqKernel(BlackwellBackward):
     ) -> DqLoadRings:
         """Load this CTA's 128 rows of Q or dO, for the whole tile."""
         place = context.sequences.query(work.batch), first_row(context, work), 0, work.head
-        self.load_box(context, name, place, (name, getattr(rings, name)))
+        self.load_box(context, name, place, (name, rings[name]))
         return rings
 
     def load_s(
@@ -217,7 +225,7 @@ class DqKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: Context):
         """S -> P and dP -> dS for this CTA's 128 rows: one row per thread, half of the keys."""
-        states = RingStates.waiting(self.edges, "s_done", "dp_done", "dq_done")
+        states = RingRecord.waiting(self.edges, "s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         factors = cute.make_rmem_tensor(WARPGROUP_KEYS, Float32)
@@ -259,7 +267,7 @@ class DqKernel(BlackwellBackward):
         factors: cute.Tensor,
         negative_lse: Float32,
         mask: RowMask,
-        states: RingStates,
+        states: RingRecord,
         work: WorkTile,
     ):
         states = self.take_scores(context, factors, tmem_load, states)
@@ -275,7 +283,7 @@ class DqKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self, context: Context, factors: cute.Tensor, negative_delta: Float32, states: RingStates
+        self, context: Context, factors: cute.Tensor, negative_delta: Float32, states: RingRecord
     ):
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()

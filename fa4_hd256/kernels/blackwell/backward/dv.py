@@ -49,7 +49,7 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
 from ...operands import SharedMemory
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of
@@ -91,7 +91,7 @@ from .row_result import CTA_ROWS, WARPGROUP_COLUMNS, ResultPlace, RowResult, fir
 TILE_KEYS = DS_BLOCK
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DvLoadRings(RingRecord):
     k: RingState
     v: RingState
@@ -99,7 +99,7 @@ class DvLoadRings(RingRecord):
     stats: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DvMmaRings(RingRecord):
     """Buffers that the MMA warp uses next: of K, V, Q and dO, S, dP with P over it, dV."""
 
@@ -136,7 +136,15 @@ class DvKernel(BlackwellBackward):
     register_sizes = WARPGROUP_QUERIES, WARPGROUP_QUERIES // 2, WARPGROUP_QUERIES // 2
     tiles: DvTiles
     load_rings, mma_rings = DvLoadRings, DvMmaRings
-    mma_waits = "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free"
+    mma_waits = {
+        "k": "k_loaded",
+        "v": "v_loaded",
+        "ring": "ring_loaded",
+        "s": "s_free",
+        "dp": "dp_done",
+        "p": "p_done",
+        "dv": "dv_free",
+    }
     mma_ends = "s", "dv"
     kept, passing = ("k", "v"), "ring"
     boxes = {
@@ -198,7 +206,7 @@ class DvKernel(BlackwellBackward):
         """Load this CTA's 128 keys of K or V, for the whole tile."""
         head = work.head // context.scalars.head_parts
         place = context.sequences.key(work.batch), first_row(context, work), 0, head
-        self.load_box(context, name, place, (name, getattr(rings, name)))
+        self.load_box(context, name, place, (name, rings[name]))
         return rings
 
     def _queries(self, context: Context, work: WorkTile, step: Step) -> RowsOfStep:
@@ -273,7 +281,7 @@ class DvKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: Context):
         """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries per warpgroup."""
-        states = RingStates.waiting(self.edges, "s_done", "dp_done", "stats_loaded", "dv_done")
+        states = RingRecord.waiting(self.edges, "s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         sizes = self.register_sizes
@@ -389,7 +397,7 @@ class DvKernel(BlackwellBackward):
         registers: QuadRegisters,
         mask: StepMask,
         before: StepDs | None,
-        states: RingStates,
+        states: RingRecord,
         place: TileStep,
     ):
         """P of one step, times the slope of each score, and in 16 bits.  before: dS of the step
@@ -420,7 +428,7 @@ class DvKernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _publish(
-        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingStates
+        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingRecord
     ):
         """P to tensor memory, over dP, then dS = factors (dP - delta) in 16 bits. undrained: the
         tile before, in its successor's first step, where the next MMA waits for both P and the

@@ -30,7 +30,7 @@ from ...backward.gemm_tiles import GemmTiles, ResultTile, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -67,7 +67,7 @@ BY_KEYS = OperandLayout(
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SumRings(RingRecord):
     """Buffers that the MMA warp uses next: of dS and rows, and of the sum."""
 
@@ -173,7 +173,7 @@ class ProductsKernel(BlackwellBackward):
     def mma(self, context: Context):
         """Issue sum(0) to sum(n - 1) of each tile; one warp of the leader CTA."""
         sum_free, sum_done = context.barriers["sum_free"], context.barriers["sum_done"]
-        rings = SumRings.waiting(self.edges, "step_loaded", "sum_free")
+        rings = SumRings.waiting(self.edges, step="step_loaded", sum="sum_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -212,7 +212,7 @@ class ProductsKernel(BlackwellBackward):
     @cute.jit
     def gradient(self, context: Context):
         """The result of every tile to global memory."""
-        states = RingStates.waiting(self.edges, "sum_done")
+        states = RingRecord.waiting(self.edges, "sum_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -234,7 +234,7 @@ class ProductsKernel(BlackwellBackward):
         rows: Sequence,
         tile: ResultTile,
         has_steps: Boolean,
-        states: RingStates,
+        states: RingRecord,
     ):
         """Store the result of a tile, or zeros."""
         first_row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE

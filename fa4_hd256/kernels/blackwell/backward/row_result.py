@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...limits import HEAD_DIM
 from ...plan.budgets import TmemPlan
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import RingRecord, SharedByReference
 from ...ranges import traced
 from ...rows.sequences import Sequence, columns_of
 from ..instructions import fence_after_thread_sync, fence_before_thread_sync
@@ -68,15 +68,15 @@ class RowResult(SharedByReference):
         self,
         context: Context,
         place: ResultPlace,
-        states: RingStates,
+        states: RingRecord,
         part: tuple[int, int] = WHOLE,
-    ) -> RingStates:
+    ) -> RingRecord:
         """Store the result of a tile.  part: [begin, end) of a warpgroup's columns."""
         return traced(f"drain {self.name}")(self._drain)(context, place, states, part)
 
     @cute.jit
     def _drain(
-        self, context: Context, place: ResultPlace, states: RingStates, part: tuple[int, int]
+        self, context: Context, place: ResultPlace, states: RingRecord, part: tuple[int, int]
     ):
         name, (begin, end) = self.name.lower(), part
         done, free = f"{name}_done", f"{name}_free"

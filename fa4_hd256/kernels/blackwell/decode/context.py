@@ -43,13 +43,13 @@ class BlackwellE4m3DecodeContext(BlackwellDecodeContext):
     of_rows: ClassVar[tuple[str, ...]] = (*BlackwellDecodeContext.of_rows, "factors")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DecodeLoadRings(RingRecord):
     kv: RingState
     q: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DecodeMmaRings(RingRecord):
     kv: RingState
     q: RingState
@@ -58,7 +58,7 @@ class DecodeMmaRings(RingRecord):
     o: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DecodeSoftmaxRings(RingRecord):
     """Buffers that a softmax warp uses next: of S, and of O of the step before."""
 

@@ -27,7 +27,7 @@ from ...context import KernelParts
 from ...e4m3_codes import WORD_CODES, codes_of
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
-from ...plan.edges import RingStates
+from ...plan.edges import RingRecord
 from ...problem_class import ProblemClass
 from ...rows.sequences import columns_of
 from ..instructions import E4M3_SLICE, Mma, MmaShape, k_major_operand, mn_major_operand
@@ -88,7 +88,7 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     @cute.jit
     def convert(self, context: Context):
-        states = RingStates.waiting(self.edges, "rows_loaded", "factors_free")
+        states = RingRecord.waiting(self.edges, "rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:

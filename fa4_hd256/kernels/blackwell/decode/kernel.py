@@ -209,7 +209,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def load(self, context: Context):
         """Load Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last
         V of this one.  K and V in halves."""
-        rings = DecodeLoadRings.waiting(self.edges, "kv_free", "q_free")
+        rings = DecodeLoadRings.waiting(self.edges, kv="kv_free", q="q_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -297,8 +297,14 @@ class DecodeKernel(ForwardCommon, PairKernel):
         taken the one before, and the softmax waits for the last MMA of this tile.  So tiles without
         steps are skipped after it.
         """
-        waited = f"{self.operand_ring}_loaded", "q_loaded", "s_done", "p_done", "o_done"
-        rings = DecodeMmaRings.waiting(self.edges, *waited)
+        rings = DecodeMmaRings.waiting(
+            self.edges,
+            kv=f"{self.operand_ring}_loaded",
+            q="q_loaded",
+            s="s_done",
+            p="p_done",
+            o="o_done",
+        )
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
@@ -398,9 +404,9 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def softmax(self, context: Context):
         """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
         rings = DecodeSoftmaxRings(
-            self.edges["s_done"].waiter_state(),
+            s=self.edges["s_done"].waiter_state(),
             # There is no MMA before the first step.
-            RingState(1, Int32(0), Int32(1)),
+            o=RingState(1, Int32(0), Int32(1)),
         )
         tile_state = self._tile_state()
         softmax = self._create(context)

@@ -26,7 +26,7 @@ from ...forward.context import ForwardKernelTensors
 from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
-from ...plan.edges import RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.lanes import lane_columns
@@ -158,7 +158,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
         before the last V of this one. One loop over the steps of all tiles: each conversion is
         thousands of instructions, and stands in the kernel once."""
         waited = "rows_loaded", "factors_free", "kv_loaded", "operand_free"
-        states = RingStates.waiting(self.edges, *waited)
+        states = RingRecord.waiting(self.edges, *waited)
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         step, num_steps = Int32(0), self._steps(context, work)
@@ -192,7 +192,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
 
     @traced("convert")
     @cute.jit
-    def _convert_tile(self, context: Context, name: str, states: RingStates):
+    def _convert_tile(self, context: Context, name: str, states: RingRecord):
         """Bring a tile of K or V to float16 in tensor memory."""
         barriers, loaded, free = context.barriers, states["kv_loaded"], states["operand_free"]
         barriers["kv_loaded"].wait(loaded)

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...operands import SharedMemory
-from ...plan.edges import RingState, RingStates
+from ...plan.edges import RingRecord, RingState
 from ...ranges import traced
 from ..tmem import multiply, multiply_rows
 from .context import BlackwellDecodeContext as Context
@@ -89,7 +89,7 @@ def load_tile(
 
 @traced("quantise Q")
 @cute.jit
-def bring_q(self: Any, context: BlackwellE4m3DecodeContext, states: RingStates):
+def bring_q(self: Any, context: BlackwellE4m3DecodeContext, states: RingRecord):
     """Bring this warp's rows of a tile to the operand's type."""
     barriers, waited = context.barriers, ("rows_loaded", "factors_free")
     for edge in waited:

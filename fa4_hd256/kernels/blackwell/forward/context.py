@@ -33,7 +33,7 @@ class BlackwellForwardContext(ForwardContext, PairContext):
     """
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoadRings(RingRecord):
     """Buffers that the load warp fills next: of K and V, and of Q. Each state serves both edges of
     its ring: the wait for "free" and the bytes of "loaded"."""
@@ -42,7 +42,7 @@ class LoadRings(RingRecord):
     q: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MmaRings(RingRecord):
     """Buffers that the MMA warp uses next: of K and V, Q, S, each half of P, and O.
 
@@ -60,7 +60,7 @@ class MmaRings(RingRecord):
     o: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SoftmaxRings(RingRecord):
     """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors. s
     waits for s_done and arrives on p_first_done and p_last_done; scale waits for scale_free and
@@ -70,7 +70,7 @@ class SoftmaxRings(RingRecord):
     scale: RingState
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CorrectionRings(RingRecord):
     """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O. scale
     waits for scale_done and arrives on scale_free; o waits for o_done and arrives on o_free; staged

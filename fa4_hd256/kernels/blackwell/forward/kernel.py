@@ -170,7 +170,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         """Fetch this CTA's share of what the MMAs need, in the order in which they are issued. Q
         and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last V of this
         one."""
-        rings = LoadRings.waiting(self.edges, "kv_free", "q_free")
+        rings = LoadRings.waiting(self.edges, kv="kv_free", q="q_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -241,9 +241,16 @@ class ForwardKernel(ForwardCommon, PairKernel):
     @cute.jit
     def mma(self, context: Context):
         """Issue every MMA of the pair; one warp of the leader CTA."""
-        # s_done is no wait of this role: its state counts the S buffers.
-        waited = "kv_loaded", "q_loaded", "s_done", "p_first_done", "p_last_done", "o_free"
-        rings = self._issue_mmas(context, MmaRings.waiting(self.edges, *waited))
+        rings = MmaRings.waiting(
+            self.edges,
+            kv="kv_loaded",
+            q="q_loaded",
+            s="s_done",
+            p_first="p_first_done",
+            p_last="p_last_done",
+            o="o_free",
+        )
+        rings = self._issue_mmas(context, rings)
         context.barriers["o_free"].wait_for_all(rings.o)
 
     @cute.jit
@@ -481,9 +488,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
         may be touched from o_done of one step until o_free lets PV of the next begin."""
         barriers, edges = context.barriers, self.edges
         rings = CorrectionRings(
-            edges["scale_done"].waiter_state(),
-            edges["o_staged"].producer_state(),
-            edges["o_done"].waiter_state(),
+            scale=edges["scale_done"].waiter_state(),
+            staged=edges["o_staged"].producer_state(),
+            o=edges["o_done"].waiter_state(),
         )
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()

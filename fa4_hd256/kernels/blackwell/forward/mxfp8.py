@@ -61,7 +61,7 @@ class Mxfp8Context(ScaleTiles, Context):
         return replace(super().of_tile(work), first_tiles=self.counted(work))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Mxfp8MmaRings(MmaRings):
     """The rings of `MmaRings`, and read, which waits for s_read of the S before: its only stage."""
 

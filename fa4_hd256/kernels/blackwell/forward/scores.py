@@ -54,7 +54,7 @@ class StepScores:
         return cute.arch.thread_idx()[0]
 
     def rings(self) -> SoftmaxRings:
-        return SoftmaxRings.waiting(self.config.edges, "s_done", "scale_free")
+        return SoftmaxRings.waiting(self.config.edges, s="s_done", scale="scale_free")
 
     def bits(self, context: Context, steps: StepList) -> RowBits:
         """Return the bits of a block mask of the thread's keys in the first step."""

@@ -44,7 +44,7 @@ FIRST_BARRIER = 1
 GROUPS = 2
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GroupSoftmaxRings(SoftmaxRings):
     """The rings of `SoftmaxRings`; exchange: its index says where the first group writes next."""
 

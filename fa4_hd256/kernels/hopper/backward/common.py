@@ -21,7 +21,7 @@ from ...backward.common import BackwardContext as Context
 from ...backward.common import BackwardEntry, BackwardKernelTensors
 from ...context import KernelParts, schedule, shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
-from ...plan.edges import RingStates
+from ...plan.edges import RingRecord
 from ...problem_class import CallScalars, GradientClass
 from ...rows.sequences import Sequence, TilePlace
 from ..fragments import store_row
@@ -122,7 +122,7 @@ class HopperBackward(BackwardEntry):
 
     # ------------------------------------------------------------------------------------- load
 
-    def next_buffer(self, context: Context, ring: str, states: RingStates) -> LoadTarget:
+    def next_buffer(self, context: Context, ring: str, states: RingRecord) -> LoadTarget:
         """Wait until a ring's next buffer is free, and expect its bytes; return (barrier, number of
         the buffer).  The state of `<ring>_free` advances when all copies have been issued."""
         state, loaded = states[f"{ring}_free"], context.barriers[f"{ring}_loaded"]
@@ -171,7 +171,7 @@ class HopperBackward(BackwardEntry):
         ring: str,
         operands: tuple[cute.Tensor, cute.Tensor],
         result: cute.Tensor,
-        states: RingStates,
+        states: RingRecord,
     ) -> None:
         """Issue S or dP, a group.  operands: A, which stays, and the ring's buffers of B."""
         a, b = operands

@@ -46,7 +46,7 @@ from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import RingRecord, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -156,7 +156,7 @@ class DvKernel(HopperBackward):
     def load(self, context: Context):
         """K and V of a tile, Q and dO of each step with their LSE and delta; one warp of each CTA.
         With each Q that of the next step is prefetched into L2."""
-        states = RingStates.waiting(self.edges, "k_free", "v_free", "q_free", "dout_free")
+        states = RingRecord.waiting(self.edges, "k_free", "v_free", "q_free", "dout_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -180,8 +180,8 @@ class DvKernel(HopperBackward):
 
     @traced("load")
     def _load_keys(
-        self, context: Context, name: str, work: WorkTile, states: RingStates
-    ) -> RingStates:
+        self, context: Context, name: str, work: WorkTile, states: RingRecord
+    ) -> RingRecord:
         """Load this CTA's keys of K or V."""
         barrier, _ = self.next_buffer(context, name, states)
         place = self.tiles.place_of_keys(context, work)
@@ -191,8 +191,8 @@ class DvKernel(HopperBackward):
 
     @traced("load")
     def _load_queries(
-        self, context: Context, name: str, work: WorkTile, step: Step, states: RingStates
-    ) -> RingStates:
+        self, context: Context, name: str, work: WorkTile, step: Step, states: RingRecord
+    ) -> RingRecord:
         """Load Q with its LSE, or dO with its delta, of a step, for both CTAs."""
         target = self.next_buffer(context, name, states)
         self._copy_queries(context, name, work, step, target)
@@ -221,7 +221,7 @@ class DvKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: Context):
         """One warpgroup: dV of its 64 keys of every tile, and their dS."""
-        states = RingStates.waiting(self.edges, "k_loaded", "v_loaded", "q_loaded", "dout_loaded")
+        states = RingRecord.waiting(self.edges, "k_loaded", "v_loaded", "q_loaded", "dout_loaded")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         operands, dv = self._operands(context), self.sum.accumulator()
@@ -255,7 +255,7 @@ class DvKernel(HopperBackward):
         dv: cute.Tensor,
         work: WorkTile,
         num_steps: Int32,
-        states: RingStates,
+        states: RingRecord,
     ):
         barriers, step = context.barriers, self.first_position(context, work)
         tile = DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
@@ -309,7 +309,7 @@ class DvKernel(HopperBackward):
         return states
 
     def _issue_sum(
-        self, operands: DvOperands, dv: cute.Tensor, p: cute.Tensor, states: RingStates
+        self, operands: DvOperands, dv: cute.Tensor, p: cute.Tensor, states: RingRecord
     ) -> None:
         """Issue dV += P^T dO of a step."""
         columns = operands.dout_columns[None, None, None, states["dout_loaded"].index]
@@ -326,7 +326,7 @@ class DvKernel(HopperBackward):
         p_slopes: cute.Tensor,
         tile: DvTile,
         step: Step,
-        states: RingStates,
+        states: RingRecord,
     ):
         """P of one step in place of its scores; gives Q and LSE back.  p_slopes: 16 bits."""
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)

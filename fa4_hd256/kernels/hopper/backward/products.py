@@ -41,7 +41,7 @@ from ...backward.gemm_tiles import GemmTiles, Walk
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingStates
+from ...plan.edges import RingRecord
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
@@ -101,7 +101,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def load(self, context: Context):
         """Each step's dS, and its rows of Q or K in pieces; one warp of each CTA."""
-        states = RingStates.waiting(self.edges, "ds_free", "rows_free")
+        states = RingRecord.waiting(self.edges, "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -119,7 +119,7 @@ class ProductsKernel(HopperBackward):
             work = scheduler.advance_to_next_work()
 
     @traced("load")
-    def _load_ds(self, context: Context, position: Walk, states: RingStates) -> RingStates:
+    def _load_ds(self, context: Context, position: Walk, states: RingRecord) -> RingRecord:
         """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, buffer = self.next_buffer(context, "ds", states)
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
@@ -137,7 +137,7 @@ class ProductsKernel(HopperBackward):
     @traced("load")
     @cute.jit
     def _load_rows(
-        self, context: Context, work: WorkTile, position: Walk, piece: int, states: RingStates
+        self, context: Context, work: WorkTile, position: Walk, piece: int, states: RingRecord
     ):
         """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
         barrier, buffer = self.next_buffer(context, "rows", states)
@@ -158,7 +158,7 @@ class ProductsKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: Context):
         """One warpgroup: its 64 rows of every tile."""
-        states = RingStates.waiting(self.edges, "ds_loaded", "rows_loaded", "ds_free", "rows_free")
+        states = RingRecord.waiting(self.edges, "ds_loaded", "rows_loaded", "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         dk, dq = context.tensors.results
@@ -203,7 +203,7 @@ class ProductsKernel(HopperBackward):
         num_steps: Int32,
         sums: cute.Tensor,
         of_keys: bool,
-        states: RingStates,
+        states: RingRecord,
     ):
         """The GEMM of a tile, of dK or else of dQ."""
         gemm = Gemm(sums, *self._operands(context, of_keys), self._shape(of_keys))
@@ -227,7 +227,7 @@ class ProductsKernel(HopperBackward):
 
     @cute.jit
     def _issue(
-        self, context: Context, gemm: Gemm, piece: int, states: RingStates, accumulate: bool = True
+        self, context: Context, gemm: Gemm, piece: int, states: RingRecord, accumulate: bool = True
     ):
         """The MMA of a piece, as a group of its own."""
         sums, ds, rows, shape = gemm
@@ -245,7 +245,7 @@ class ProductsKernel(HopperBackward):
         return states
 
     @staticmethod
-    def _release(context: Context, names: tuple[str, ...], states: RingStates) -> RingStates:
+    def _release(context: Context, names: tuple[str, ...], states: RingRecord) -> RingRecord:
         """The oldest buffers that this warp holds."""
         for name in names:
             context.barriers[f"{name}_free"].arrive(states[f"{name}_free"])

@@ -36,7 +36,7 @@ from ...backward.ds_tiles import RUN
 from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
-from ...plan.edges import RingStates, SharedByReference
+from ...plan.edges import RingRecord, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
@@ -125,7 +125,7 @@ class SingleKernel(HopperBackward):
 
     @cute.jit
     def load(self, context: Context):
-        states = RingStates.waiting(self.edges, "a_free", "x_free", "y_free")
+        states = RingRecord.waiting(self.edges, "a_free", "x_free", "y_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -144,8 +144,8 @@ class SingleKernel(HopperBackward):
 
     @traced("load")
     def _load_stays(
-        self, context: Context, work: WorkTile, position: Int32 | Step, states: RingStates
-    ) -> RingStates:
+        self, context: Context, work: WorkTile, position: Int32 | Step, states: RingRecord
+    ) -> RingRecord:
         barrier, _ = self.next_buffer(context, "a", states)
         for box, name in zip(self.stays, "ag"):
             place = self.tiles.places(context, box, work, position)
@@ -160,8 +160,8 @@ class SingleKernel(HopperBackward):
         name: str,
         work: WorkTile,
         position: Int32 | Step,
-        states: RingStates,
-    ) -> RingStates:
+        states: RingRecord,
+    ) -> RingRecord:
         """Load x, or y, of a step, for both CTAs, with what passes beside it."""
         barrier, buffer = self.next_buffer(context, name, states)
         box, stats = self.passes["xy".index(name)], STATS[name]
@@ -178,7 +178,7 @@ class SingleKernel(HopperBackward):
     @cute.jit
     def gradient(self, context: Context):
         """One warpgroup: its 64 rows of every tile."""
-        states = RingStates.waiting(
+        states = RingRecord.waiting(
             self.edges, "a_loaded", "x_loaded", "y_loaded", "x_free", "y_free"
         )
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -210,7 +210,7 @@ class SingleKernel(HopperBackward):
         sums: cute.Tensor,
         work: WorkTile,
         num_steps: Int32,
-        states: RingStates,
+        states: RingRecord,
     ):
         position, mask = self.tiles.first_position(context, work), self.tiles.mask(context, work)
         tile = SingleTile(work, operands, self.sum.a_fragment(STEP_COLUMNS), mask)
@@ -232,7 +232,7 @@ class SingleKernel(HopperBackward):
         tile: SingleTile,
         position: Int32 | Step,
         sums: cute.Tensor | None,
-        states: RingStates,
+        states: RingRecord,
     ):
         """dS, or P, of a step, beside the sum of the step before.  sums: None in the first step."""
         operands = tile.operands
@@ -273,15 +273,15 @@ class SingleKernel(HopperBackward):
         ring: str,
         operands: tuple[cute.Tensor, cute.Tensor],
         result: cute.Tensor,
-        states: RingStates,
-    ) -> RingStates:
+        states: RingRecord,
+    ) -> RingRecord:
         self.issue_scores(context, ring, operands, result, states)
         states.advance(f"{ring}_loaded")
         return states
 
     def _issue_sum(
-        self, context: Context, tile: SingleTile, sums: cute.Tensor, states: RingStates
-    ) -> RingStates:
+        self, context: Context, tile: SingleTile, sums: cute.Tensor, states: RingRecord
+    ) -> RingRecord:
         """Issue the oldest step's part of the sum."""
         if self.of_ds:
             index = states["x_free"].index
@@ -295,11 +295,11 @@ class SingleKernel(HopperBackward):
         commit()
         return states
 
-    def _release_sum(self, context: Context, states: RingStates) -> RingStates:
+    def _release_sum(self, context: Context, states: RingRecord) -> RingRecord:
         return self._release(context, "x" if self.of_ds else "y", states)
 
     @staticmethod
-    def _release(context: Context, ring: str, states: RingStates) -> RingStates:
+    def _release(context: Context, ring: str, states: RingRecord) -> RingRecord:
         """The oldest buffer of a ring that this warp holds."""
         context.barriers[f"{ring}_free"].arrive(states[f"{ring}_free"])
         states.advance(f"{ring}_free")

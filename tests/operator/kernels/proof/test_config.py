@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from fa4_hd256.kernels.blackwell.forward.config import (
     ForwardConfig,
     ForwardWarpPlan,
 )
+from fa4_hd256.kernels.blackwell.forward.context import LoadRings
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
 from fa4_hd256.kernels.plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
-from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, RingRecord, Signal
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
@@ -173,3 +174,27 @@ def test_edge_tables_refuse_nonsense():
         EdgeTable((edge, edge))
     with pytest.raises(ValueError, match="transaction bytes"):
         EdgeTable((Edge("b", 1, Signal.TMA_PAIR, "x", 1, "y", "z"),))
+
+
+def test_rings_of_a_role_take_their_edges_by_name_in_any_order():
+    edges = ForwardConfig().edges
+    rings = LoadRings.waiting(edges, q="q_free", kv="kv_free")
+    assert (rings.kv.stages, rings["q"].stages) == (edges["kv_free"].stages, edges["q_free"].stages)
+    with pytest.raises(TypeError, match="kv_free"):
+        LoadRings.waiting(edges, "kv_free", "q_free")
+    with pytest.raises(TypeError, match="kv"):
+        LoadRings.waiting(edges, q="q_free")
+
+
+def test_no_ring_record_takes_states_by_position():
+    for kind in KERNELS.classes:
+        KERNELS.kernel(kind)
+    records = _subclasses(RingRecord)
+    assert LoadRings in records and len(records) > 10
+    by_position = [record for record in records if not all(f.kw_only for f in fields(record))]
+    assert not by_position
+
+
+def _subclasses(base: type) -> list[type]:
+    own = base.__subclasses__()
+    return [*own, *(below for one in own for below in _subclasses(one))]

@@ -26,7 +26,7 @@ from ....block_scales import ATOMS
 from ....context import KernelParts
 from ....operands import SharedMemory, TmaTensor
 from ....plan.budgets import WARPS_PER_WARPGROUP
-from ....plan.edges import RingState, RingStates
+from ....plan.edges import RingRecord, RingState
 from ....problem_class import GradientClass
 from ....ranges import traced
 from ....rows.sequences import columns_of
@@ -85,7 +85,15 @@ class DvMxfp8Kernel(BlackwellBackward):
     _load_row_stats: Any = DvKernel._load_row_stats
     later_columns = WARPGROUP_COLUMNS // 2
     register_sizes = WARPGROUP_QUERIES, WORDS, Mxfp8DsStore.registers
-    mma_waits = "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_free", "p_done", "dv_free"
+    mma_waits = {
+        "k": "k_loaded",
+        "v": "v_loaded",
+        "ring": "ring_loaded",
+        "s": "s_free",
+        "dp": "dp_free",
+        "p": "p_done",
+        "dv": "dv_free",
+    }
     mma_ends = "dp", "dv"
     boxes = {
         "q": (0, WARPGROUP_QUERIES, ROW_ELEMENTS),
@@ -146,7 +154,7 @@ class DvMxfp8Kernel(BlackwellBackward):
         self, context: Context, work: WorkTile, name: str, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 128 keys of K or V, and their scales to the same barrier."""
-        ring = getattr(rings, name)
+        ring = rings[name]
         state, keys, row = ring.copy(), context.sequences.key(work.batch), first_row(context, work)
         head = work.head // context.scalars.head_parts
         self.load_box(context, name, (keys, row, 0, head), (name, ring))
@@ -300,7 +308,7 @@ class DvMxfp8Kernel(BlackwellBackward):
         registers: QuadRegisters,
         mask: QuadMask,
         before: StepDs | None,
-        states: RingStates,
+        states: RingRecord,
         place: TileStep,
     ):
         """P of one step times 2^P_LOG2, in float32 and in e4m3.  before: dS of the step before,
@@ -334,7 +342,7 @@ class DvMxfp8Kernel(BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _publish(
-        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingStates
+        self, context: Context, registers: QuadRegisters, undrained: WorkTile, states: RingRecord
     ):
         """P and its scales to tensor memory, over dP, then dS = P (dP - delta) in e4m3. undrained:
         see the base."""
