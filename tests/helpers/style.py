@@ -421,14 +421,16 @@ def openings(root: Path) -> list[str]:
     for package, ceiling in FRAGMENTS.items():
         begun = []
         for where, text in docstrings(root, package):
-            if _FRAGMENT.match(text):
-                begun.append(f"{where}: {' '.join(text.split()[:4])}")
+            if word := _FRAGMENT.match(text):
+                begun.append(f"{where}: '{' '.join(text.split()[:4])}' by {word[1]!r}")
             if _REFERENCE.fullmatch(text):
                 found.append(f"{where}: '{text}' refers to another docstring; write or delete it")
         if len(begun) > ceiling:
             found.append(
                 f"{len(begun)} docstrings of {package} begin with a fragment, at most {ceiling} "
-                f"may. Begin with a verb, or name the thing: {', '.join(begun)}"
+                "may: with a question word, a conjunction or a word that refers to nothing before "
+                "it (_FRAGMENT of tests/helpers/style.py). Begin with a verb, or name the thing: "
+                f"{', '.join(begun)}"
             )
     return found
 
