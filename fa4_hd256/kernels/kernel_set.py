@@ -81,39 +81,38 @@ class BackwardSet:
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The kernels of one architecture.
-
-    classes: kind of kernel -> "module:class" below the folder; a kernel is made as `class(config,
-    problem_class, parts)`, with `context.KernelParts`. forward_config,
-    backward_config: the same of the configuration of each direction, None where it has none yet.
-    decode_config: the same of the forward for a few query rows, None where there is none of its
-    own. e4m3_configs: the same of those for q in e4m3 and mxfp8. tuned: a function of (tiles,
-    causal, seqlen_k, gpu, paged) that returns the forward's default configuration of a call with
-    such tiles; causal: the mask bounds the keys on the right; seqlen_k: of the longest key
-    sequence; gpu: its rows of the tuning table; paged: keys lie in pages. forwards: what the host
-    must know of the tiles that calls may get of the forward, for every dtype of K and V, in the
-    order in which they are preferred; none likewise. backward: the same of the backward, None
-    likewise; mxfp8_backward, mxfp8_backward_config: the same with scales of blocks. counts_tiles:
-    the dynamic scheduler takes a counter in global memory. combine: which configurations the
-    combining kernel gets. gathering: a function that returns a forward's configuration for pages of
-    any size, from another; None where every configuration takes them. gathered_keys: the
-    `forward.keys.KeySource` of these pages.
-    """
+    """The kernels of one architecture.  A class, or a configuration, is text: "module:class" below
+    the architecture's folder.  None, or no entry: the architecture has none."""
 
     architecture: Architecture
+    #: Kind of kernel -> its class, called as `class(config, problem_class, parts)` with
+    #: `context.KernelParts`.
     classes: Mapping[str, str] = field(default_factory=dict)
+    #: Configurations of the forward, of the backward, and of the forward for a few query rows.
     forward_config: str | None = None
     backward_config: str | None = None
     decode_config: str | None = None
+    #: Configurations of the forward for q in e4m3 and in mxfp8.
     e4m3_configs: tuple[str, ...] = ()
+    #: Function of (tiles, causal, seqlen_k, gpu, paged): the default configuration of a forward
+    #: with such `ForwardTiles`.  causal: the mask bounds the keys on the right; seqlen_k: of the
+    #: longest key sequence; gpu: its rows of the tuning table; paged: keys lie in pages.
     tuned: Any = None
+    #: Tiles that calls may get of the forward, for every dtype of K and V; the first that fit a
+    #: call are preferred.
     forwards: tuple[ForwardTiles, ...] = ()
+    #: Kernels of the backward, and of the one in mxfp8, with scales of blocks.
     backward: BackwardSet | None = None
     mxfp8_backward: BackwardSet | None = None
     mxfp8_backward_config: str | None = None
+    #: The dynamic scheduler takes a counter in global memory.
     counts_tiles: bool = False
+    #: Rule for the configuration of the combining kernel.
     combine: CombineRule = CombineRule()
+    #: Function of a forward's configuration: the one for pages of any size.  None: every
+    #: configuration takes them.
     gathering: Any = None
+    #: The `forward.keys.KeySource` of these pages, below `kernels`.
     gathered_keys: str = "forward.gathered:GatheredRows"
 
     def kernel(self, kind: str) -> Any:

@@ -64,9 +64,9 @@ def compiled_page(page_size: int | None) -> int | None:
 
 
 def query_rows(packed_heads: int, rows: int) -> int:
-    """Return how many of `rows`, of a CTA or of another block of a tile, a query of so many heads
-    takes: as many where they divide them, else the next power of two; those past the heads are
-    padding."""
+    """Return the tile rows that one query takes, whose packed heads have a row each.  rows: of the
+    CTA or warpgroup that holds the query.  If `packed_heads` divides `rows` there is no padding,
+    else the result is the next power of two, and rows past the heads are padding."""
     return packed_heads if rows % packed_heads == 0 else 1 << (packed_heads - 1).bit_length()
 
 

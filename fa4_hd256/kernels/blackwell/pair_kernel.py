@@ -51,15 +51,17 @@ def await_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarge
 
 
 class PairKernel:
-    """Base of the kernels.
+    """Base of every Blackwell kernel with tensor memory: those of a pair of CTAs, and those of
+    `decode`, where one CTA works on a tile alone.
 
-    A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
-    in shared memory; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a
-    tile, the same in both CTAs and all roles.  context_class: of its context.  ctas: that share a
-    tile and its MMAs, 2 or 1.
+    A kernel has the methods `descriptors(tensors)`, the TMA tensors to prefetch; `smem(memory)`,
+    its operands in shared memory, by name; `run_role(context, warp)`, which calls the role of a
+    warp; and `num_steps(context, work)`, the steps of a tile, the same in both CTAs and all roles.
     """
 
+    #: Class of the record that the roles share.
     context_class: type[PairContext]
+    #: CTAs that share a tile and its MMAs: 2, or 1 in `decode`.
     ctas = CTAS
 
     def __init__(self, plan: Any, problem_class: ProblemClass, parts: KernelParts) -> None:

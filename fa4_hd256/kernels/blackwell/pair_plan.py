@@ -9,10 +9,10 @@ from ..plan import budgets
 from ..plan.budgets import SmemRegion
 from ..plan.edges import Edge, EdgeTable, Signal
 
-CTAS = CLUSTER_SIZE
-BLOCK_Q = 128  # query rows of one CTA
-BLOCK_KV = 128  # keys of a pair
-TILE_Q = CTAS * BLOCK_Q  # query rows of a pair
+CTAS = CLUSTER_SIZE  # that share a tile and its MMAs
+BLOCK_Q = 128  # query rows of one CTA in a tile of queries
+TILE_Q = CTAS * BLOCK_Q  # query rows of such a tile
+BLOCK_KV = 128  # keys of one step of a tile of queries; keys of a tile of the dK/dV kernel
 
 
 def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
@@ -23,7 +23,8 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
 
 
 def with_scale_bytes(edges: EdgeTable, pair_bytes: int) -> list[Edge]:
-    """Return edges whose loads of both CTAs bring so many bytes of scales, too."""
+    """Return the edges, with `pair_bytes` more on those of loads of both CTAs: the bytes of block
+    scales, which come with the operands of a stage."""
     return [
         replace(edge, transaction_bytes=edge.transaction_bytes + pair_bytes)
         if edge.signal is Signal.TMA_PAIR

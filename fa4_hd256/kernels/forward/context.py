@@ -19,25 +19,24 @@ from ..rows.sequences import Sequence, scale_of
 
 
 class ForwardKernelTensors(NamedTuple):
-    """Tensors that a forward kernel reads and writes.
-
-    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
-    packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
-    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
-    not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
-    `num_splits` batch entries for each one.  optional: what the problem class requests, as of
-    `ForwardCommon.__call__`.  row_maxima: like lse, the greatest logit of each query; None unless
-    the problem class has `max_logits`.  gate: that of the result, like q, where TMA loads it.
-    """
+    """Tensors that a forward kernel reads and writes. An operand is (seqlen, 256, heads, batch), or
+    for ragged sequences a `clipped_view` of it. With packed heads q and o are views by
+    `by_packed_heads`, clipped where packed sequences need it."""
 
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
+    #: The result as TMA stores it; None where it does not, as with split keys.
     o: TmaTensor | None
+    #: (seqlen, 256, heads, batch); with split keys float32, with a batch entry for each KV split.
     out: cute.Tensor
+    #: (batch, heads, seqlen) float32; with split keys a batch entry for each KV split.
     lse: cute.Tensor
+    #: Tensors that the problem class requests, in the order of `ForwardCommon.__call__`.
     optional: Any
+    #: The greatest logit of each query, like `lse`; None unless the problem class has `max_logits`.
     row_maxima: cute.Tensor | None = None
+    #: Gate of the result, like `q`, where TMA loads it.
     gate: TmaTensor | None = None
 
 
@@ -48,17 +47,19 @@ class ForwardContext(KernelContext):
     tensors: ForwardKernelTensors
     #: (heads,) float32 logits of the attention sink, as they are given; None without a sink.
     sink: cute.Tensor | None = None
-    #: KV splits of a tile, None for one; the scheduler's batch entries are then the splits of each
-    #: entry, one after the other.  With scheduler metadata these are its batch entries and the
-    #: results', and num_splits is the number of all.
+    #: KV splits of each batch entry; None: keys are not split.  A batch entry of the scheduler is
+    #: one split then: entry n has number n % num_splits of the call's entry n // num_splits.  With
+    #: scheduler metadata (`listed`) entries have splits of their own number: num_splits is the
+    #: number of splits that the list has room for, and the list says whose entry n is.  The
+    #: results have a batch entry for each split in both cases.
     num_splits: Int32 | None = None
     #: Scales of Q, K and V in e4m3, None where the call has none: (entries, heads_kv) float32, of
     #: sequences, or of pages where the problem class says so; a side of size 1 has one for all.
     q_descale: cute.Tensor | None = None
     k_descale: cute.Tensor | None = None
     v_descale: cute.Tensor | None = None
-    #: Gate of the result as `output_gate.by_rows` has it, None without one; gate_form: what has a
-    #: value of it.
+    #: Gate of the result as `output_gate.by_rows` has it, None without one; gate_form: whether an
+    #: element or a head has a value of it (`GATE_OF_ELEMENTS`, `GATE_OF_HEADS`).
     out_gate: cute.Tensor | None = None
     gate_form: str = ""
 

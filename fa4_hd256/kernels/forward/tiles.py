@@ -12,40 +12,45 @@ DECODE_ROWS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class ForwardTiles:
-    """Facts of a forward kernel's tiles that the host must know.
+    """Facts of a forward kernel's tiles that the host must know."""
 
-    cta_rows: query rows of one CTA, which the number of packed heads divides unless it `pads`.
-    rows: of a cluster's tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a
-    step, modelled or measured.  least_saved: steps that splitting the keys must save, about what
-    the combining kernel takes.  most_rows: the most query rows of a group of heads that share KV
-    tiles for which the kernel is meant, None for any.  part_steps: what a KV split takes beside its
-    steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the same
-    time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: the most KV
-    splits where the call requests no number.  pads: query heads of any group share tiles, each
-    query with rows of padding up to a power of two.  takes_lists: a block mask may name its steps.
-    launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
-    one (`call.division`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
-    `problem_class.KV_DTYPES`; None for that of Q.  q_dtype: of Q, of these, too; None for that of
-    out.  takes_columns: the kernel gets memory for V^T, which a launch before it fills; for dense
-    keys alone.
-    """
-
+    #: Query rows of one CTA.  The number of packed heads divides them unless the kernel `pads`.
     cta_rows: int
+    #: Query rows of a cluster's tile.
     rows: int
+    #: Keys of a step.
     keys: int
+    #: CTAs of a cluster.
     cluster: int
+    #: Seconds of a step, modelled or measured.
     step_seconds: float
+    #: Steps that splitting the keys must save, about what the combining kernel takes.
     least_saved: float
+    #: The most query rows for which the kernel is meant, of all heads that share KV tiles; None:
+    #: any number.
     most_rows: int | None = None
+    #: Time that a KV split takes beside its steps, in steps.
     part_steps: float = 1.0
+    #: Bytes of K and V of a step, if no other tile reads them at the same time: HBM then bounds all
+    #: clusters together.  0: tiles share them.
     step_bytes: int = 0
+    #: The most KV splits of a call that requests no number.
     most_parts: int = 32
+    #: Query heads of a group of any size share tiles: each query has rows of padding up to a power
+    #: of two.
     pads: bool = False
+    #: A block mask may name the steps.
     takes_lists: bool = False
+    #: Time of one launch more, in steps, if the last wave of equal tiles may be a launch of its own
+    #: (`call.division`); None: it may not.
     launch_steps: float | None = None
+    #: Kind of the kernel: a key of `KernelSet.classes`.
     kind: str = "forward"
+    #: Dtype of K and V, of `nvfp4_format.CACHE_DTYPES`; None: that of Q.
     kv_dtype: torch.dtype | None = None
+    #: Dtype of Q, of `problem_class.KV_DTYPES`; None: that of out.
     q_dtype: torch.dtype | None = None
+    #: The kernel gets memory for V^T, which a launch before it fills; for dense keys alone.
     takes_columns: bool = False
 
 
