@@ -26,7 +26,7 @@ ROW_WORDS, SCALE_WORDS = ROW_BYTES // 4, HEAD_DIM // NVFP4_BLOCK // 4
 CODE_COLUMNS, SCALE_COLUMNS = HEAD_DIM // 4, HEAD_DIM // NVFP4_BLOCK // 2
 
 
-def with_scales(
+def with_block_scales(
     kernel: Any, tensors: ForwardKernelTensors, load: Any, rows: int
 ) -> ForwardKernelTensors:
     """Return the tensors with the block scales as the kernel loads them.  rows: of a tile."""

@@ -185,15 +185,16 @@ class Visibility:
         last_row = self._last_row(first_row, num_rows)
         return (self.limit(last_row) + self.block_kv - 1) // self.block_kv
 
-    def tile_range(self, tile: tuple[Int32, int], part: tuple[Int32, int]) -> TileRange:
-        """The KV tiles of a query tile. tile, part: (first row, number of rows)."""
+    def tile_range(self, tile: tuple[Int32, int], rows: tuple[Int32, int]) -> TileRange:
+        """Return the KV tiles of a query tile, with masks as some of its rows need them. tile,
+        rows: (first row, number of rows) of the tile and of those of its rows."""
         begin, end = self._bounds(*tile)
         begin = cutlass.min(begin, end)
-        seen_by_all = self.limit(part[0])
+        seen_by_all = self.limit(rows[0])
         if cutlass.const_expr(self.kind.tree):
             seen_by_all = cutlass.min(seen_by_all, self._clip(self._first_node))
         unmasked_end = cutlass.max(cutlass.min(seen_by_all // self.block_kv, end), begin)
-        last_row = part[0] + part[1] - 1
+        last_row = rows[0] + rows[1] - 1
         unmasked_begin = (self.first(last_row) + self.block_kv - 1) // self.block_kv
         # Every tile needs a mask where the two masks meet: none is left between them.
         unmasked_begin = cutlass.min(cutlass.max(unmasked_begin, begin), unmasked_end)

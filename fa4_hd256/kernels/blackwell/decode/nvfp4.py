@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....schedulers.protocol import WorkTile
 from ...context import KernelParts
 from ...forward.context import ForwardKernelTensors
-from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_scales
+from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, with_block_scales
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingRecord, RingState
@@ -104,7 +104,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
             for name, view in (("k", k), ("v", v))
         )
         found = ForwardKernelTensors(q, k, v, None, out, lse, optional)
-        return with_scales(self, found, load, BLOCK_KV)
+        return with_block_scales(self, found, load, BLOCK_KV)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         scales = () if self.gathers else tensors.optional[-2:]

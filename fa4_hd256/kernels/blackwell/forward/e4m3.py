@@ -25,7 +25,6 @@ argument; the second into 1 / sum, at the tile's end.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ....schedulers.protocol import WorkTile
 from .config import P_LOG2
@@ -41,11 +40,13 @@ class ForwardE4m3Kernel(ForwardKernel):
     p_log2 = P_LOG2
     scores_class = GroupScores
 
-    def with_scales(self, context: BlackwellForwardContext, work: WorkTile) -> Any:
-        """Return the context with the scale of a tile's scores: NOTE [scales of a tile]."""
+    def with_descales(
+        self, context: BlackwellForwardContext, work: WorkTile
+    ) -> BlackwellForwardContext:
+        """Return the context with the descales of a tile's scores: NOTE [scales of a tile]."""
         scale = context.score_descale(work)
         if scale is None:
-            return None
+            return context
         scalars = context.scalars
         if self.problem_class.softcap:
             scaled = scalars._replace(cap_scale=scalars.cap_scale * scale)

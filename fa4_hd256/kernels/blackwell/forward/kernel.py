@@ -146,8 +146,10 @@ class ForwardKernel(ForwardCommon, PairKernel):
             if warp == warps.scheduler:
                 schedule(self.scheduler, context)
 
-    def with_scales(self, context: Context, work: WorkTile) -> Any:
-        """Return the context of a tile's softmax where its scores have a scale, None elsewhere."""
+    def with_descales(self, context: Context, work: WorkTile) -> Context:
+        """Return the context with the descales of a tile's scores, or where there are none itself:
+        operands of 16 bits have none."""
+        return context
 
     def first_row(self, context: Context, work: Any) -> Int32:
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
@@ -350,15 +352,14 @@ class ForwardKernel(ForwardCommon, PairKernel):
             query, head = self.query_and_head(context, work, row_in_block)
             row = ScoreRow(work, query, head)
             steps = self._listed_steps if self.lists_steps else self._range_of_steps
-            tile_context = self.with_scales(context, work)
-            if cutlass.const_expr(tile_context is not None):
+            tile_context = self.with_descales(context, work)
+            if cutlass.const_expr(tile_context is not context):
+                # Its scale is that of the tile.
                 softmax = self._softmax(tile_context)
-                num_steps, softmax, rings = steps(tile_context, row, softmax, rings)
-            else:
-                num_steps, softmax, rings = steps(context, row, softmax, rings)
+            num_steps, softmax, rings = steps(tile_context, row, softmax, rings)
             self.scores.join_sums(context, softmax, rings)
             inverse, lse = softmax.finish(self.sink_log2(context, work, head))
-            if cutlass.const_expr(tile_context is not None):
+            if cutlass.const_expr(tile_context is not context):
                 inverse = inverse * context.value_descale(work)
             if num_steps > 0:
                 rings = self._send_scale(context, inverse, rings)
@@ -457,7 +458,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 # copies what comes earlier, and waits for it to do so.
                 mask = mask.next()
             if cutlass.const_expr(fragment == num_fragments // 2):
-                # For what is sent next; NOTE [stores hidden by exponentials].
+                # The buffer of what is sent next, a factor or 1/sum, must be free before the next
+                # `_send_scale`.  The wait for it stands here to hold back the one for the stores:
+                # NOTE [stores hidden by exponentials].
                 barriers["scale_free"].wait(rings.scale)
                 hand_over(barriers["p_first_done"], rings.s)
                 # Or ptxas moves the arrival behind the stores that follow.

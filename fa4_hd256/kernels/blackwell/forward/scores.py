@@ -1,10 +1,12 @@
 """Scores of a step of the forward kernel: from tensor memory to registers, changed and masked.
 
 NOTE [stores hidden by exponentials].  P is handed over in halves of 64 keys.  A warp that waits for
-its stores to tensor memory does nothing else (tcgen05.wait::st, 60 to 300 clocks), so those of the
-first half are waited for behind the exponentials of the next 32 columns.  ptxas moves arithmetic
-across such a wait, but not across the loop of an mbarrier wait: the one for the factor's buffer,
-over by then, stands between the two.
+its stores to tensor memory (tcgen05.wait::st) does nothing else, for 60 to 300 clocks.  So a warp
+stores the first half, computes the exponentials of the next 32 columns, and only then waits for the
+stores.  ptxas would move these exponentials behind that wait.  It moves none across the loop of an
+mbarrier wait.  Such a wait is needed once in a step anyway: for the buffer of the next factor,
+`scale_free`.  So it stands between the exponentials and the wait for the stores.  The buffer has
+long been free by then, so that the mbarrier wait takes no time.
 """
 
 from __future__ import annotations

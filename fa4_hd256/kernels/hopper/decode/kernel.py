@@ -41,7 +41,7 @@ from ...context import CLAIM_STEPS, KernelParts, schedule, shared_fields
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
-from ...forward.nvfp4_words import with_scales
+from ...forward.nvfp4_words import with_block_scales
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
@@ -141,7 +141,7 @@ class DecodeE4m3Kernel(HopperForward):
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
         found = ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
-        return with_scales(self, found, load, BLOCK_KV) if self.config.nvfp4 else found
+        return with_block_scales(self, found, load, BLOCK_KV) if self.config.nvfp4 else found
 
     @cute.kernel
     def kernel(
