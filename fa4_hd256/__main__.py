@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import __version__, environment, interrupt, progress
+from .architectures import ARCHITECTURES, named
 from .models import MODELS
 
 PROGRAM = "python -m fa4_hd256"
@@ -44,6 +45,15 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(main=_demo)
 
 
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch",
+        choices=[architecture.name for architecture in ARCHITECTURES],
+        help=f"default: that of {environment.ARCHITECTURE.name}",
+    )
+    parser.set_defaults(main=_plan)
+
+
 def _build_options(parser: argparse.ArgumentParser) -> None:
     from .run.ahead import options as build_options
 
@@ -53,7 +63,7 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
 
 _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "demo": _demo_options,
-    "plan": lambda parser: parser.set_defaults(main=_plan),
+    "plan": _plan_options,
     "env": lambda parser: parser.set_defaults(main=_env),
     "build": _build_options,
 }
@@ -72,11 +82,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     return _loaded("check.demo").main(arguments)
 
 
-def _plan(_: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     from .kernels.kernel_set import kernels_of
     from .kernels.proof.plans import describe
 
-    kernels = kernels_of(environment.architecture())
+    chosen = named(arguments.arch) if arguments.arch else environment.architecture()
+    kernels = kernels_of(chosen)
     configs = [*kernels.configs("forward"), *kernels.configs("backward")]
     if kernels.mxfp8_backward is not None:
         configs += kernels.configs("mxfp8_backward")

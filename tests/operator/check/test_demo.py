@@ -14,6 +14,8 @@ from fa4_hd256.check import demo
 from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
+from fa4_hd256.kernels.hopper.architecture import KERNELS as HOPPER
+from fa4_hd256.kernels.hopper.forward.config import ForwardConfig as HopperForwardConfig
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run import bug_report
 from fa4_hd256.run import launch as launching
@@ -123,6 +125,15 @@ def test_plan(capsys):
     assert shown.startswith(describe(KERNELS, ForwardConfig()))
     assert describe(KERNELS, BackwardConfig()) in shown
     assert shown.rstrip().endswith(describe(KERNELS, Mxfp8BackwardConfig()))
+
+
+def test_plan_of_another_architecture(capsys):
+    assert main(["plan", "--arch", "sm_90a"]) == 0
+    assert capsys.readouterr().out.startswith(describe(HOPPER, HopperForwardConfig()))
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--arch", "sm_80"])
+    assert stopped.value.code == 2
+    assert "(choose from" in capsys.readouterr().err
 
 
 def test_env_lists_every_variable(capsys, monkeypatch):

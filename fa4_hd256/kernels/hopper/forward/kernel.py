@@ -11,9 +11,9 @@ Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next
                                           S(1)->P(1)   S(2)->P(2)
     warpgroup 1   the same, for its own rows
 
-The roles follow in the order in which a tile passes through them: set-up, load, consume, the
-softmax, what hides scores; `warpgroup` has the steps of a tile and its results.  The tables of
-roles, barriers and SMEM: `ForwardConfig`; docs/kernels.md.
+Here are the loads and, of a consuming warpgroup, the loop over tiles, the softmax and the masks.
+`warpgroup` has the set-up, the dispatch of warps to roles, the steps of a tile and its results.
+The tables of roles, barriers and SMEM: `python -m fa4_hd256 plan --arch sm_90a`; docs/kernels.md.
 """
 
 from __future__ import annotations
