@@ -73,47 +73,51 @@ def query_rows(packed_heads: int, rows: int) -> int:
 @dataclass(frozen=True)
 class ProblemClass:
     """Facts of a call that are compiled into the forward kernel, and into those that make
-    gradients.
+    gradients."""
 
-    dtype: of out, unless q_dtype says otherwise of q, and unless kv_dtype does of k and v.
-    bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
-    right one. negative_scale: the softmax scale is; the tensor core then negates Q K^T, and the
-    scale passed in is its absolute value. softcap: scores pass through softcap * tanh(. / softcap).
-    sink: each head has one. ragged: which fields of `sequences.SequenceTensors` are given, in their
-    order. use_clc: the dynamic tile scheduler. packed_heads: query heads of a KV head whose rows
-    share the forward's query tiles; 1, or all of them. split: the forward's keys are split.
-    fixed_parts: into splits of so many keys; a sequence fills as many as it can, instead of so many
-    equal splits. page_size: rows of a page of keys and values, `ANY_PAGE` where rows are gathered;
-    None where they lie in no pages. kv_dtype: of `CACHE_DTYPES` of `nvfp4_format`; None for that of
-    q. descale: whose scales q in e4m3, k and v have, of those above; empty for none.
-    score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of listed
-    tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits: the
-    forward writes the greatest score of each query (`online`, `largest`). hides_rows: a negative
-    bound hides rows at the end of each sequence (`windows`). out_gate: what has a value of the gate
-    of the result, empty for none, and with split keys, whose combining kernel has it. q_dtype: of
-    `KV_DTYPES`, which k and v have then, too; None for `dtype`.
-    """
-
+    #: Dtype of out, and of q, k and v unless `q_dtype` or `kv_dtype` says otherwise.
     dtype: torch.dtype
+    #: Sides on which the mask bounds the visible keys; a causal mask bounds the right one.
     bounded_left: bool = False
     bounded_right: bool = False
+    #: The softmax scale is negative.  The tensor core then negates Q K^T, and kernels get the
+    #: absolute value of the scale.
     negative_scale: bool = False
+    #: Scores pass through softcap * tanh(. / softcap).
     softcap: bool = False
+    #: Each head has an attention sink.
     sink: bool = False
+    #: Fields of `sequences.SequenceTensors` that are given, in the order of that class.
     ragged: tuple[str, ...] = ()
+    #: The tile scheduler is the dynamic one.
     use_clc: bool = False
+    #: Query heads of a KV head whose rows share the forward's query tiles: 1, or all of them.
     packed_heads: int = 1
+    #: The forward's keys are split.
     split: bool = False
+    #: KV splits have a fixed number of keys; a sequence fills as many as it can.  Otherwise each
+    #: sequence has the same number of splits, equally long.
     fixed_parts: bool = False
+    #: Rows of a page of keys and values; `ANY_PAGE`: rows are gathered; None: there are no pages.
     page_size: int | None = None
+    #: Dtype of k and v, of `nvfp4_format.CACHE_DTYPES`; None: that of q.
     kv_dtype: torch.dtype | None = None
+    #: Whose the scales of k and v, and of q in e4m3, are: `OF_SEQUENCES`, `OF_PAGES`, `OF_BLOCKS`;
+    #: empty: there are none.
     descale: str = ""
+    #: Classes of the score_mod and of the mask_mod, which says what listed tiles see; None: none.
     score_mod: FunctionClass | None = None
     mask_mod: FunctionClass | None = None
+    #: Words of a tree mask have 64 bits, not 32.
     wide_tree: bool = False
+    #: The forward writes the greatest score of each query (`online`, `largest`).
     max_logits: bool = False
+    #: A negative bound hides rows at the end of each sequence (`windows`).
     hides_rows: bool = False
+    #: `GATE_OF_ELEMENTS` or `GATE_OF_HEADS`: what has a value of the gate of the result.  Empty:
+    #: there is no gate, or keys are split and the combining kernel has it.
     out_gate: str = ""
+    #: Dtype of q, of `KV_DTYPES`, which k and v have then, too; None: `dtype`.
     q_dtype: torch.dtype | None = None
 
     @property
@@ -185,38 +189,37 @@ class GradientClass:
 
 
 class CallScalars(NamedTuple):
-    """Scalars of a call, one record for all of its kernels.
+    """Scalars of a call, one record for all of its kernels. A field's type is that of the argument.
+    `scalars` of a kernel's problem class names those that it gets; others are None."""
 
-    A field's type is that of the argument.  `scalars` of a kernel's problem class names those that
-    it gets; others are None.
-
-    scale_log2: factor of the scores in the exponent of 2, which is |softmax_scale| * log2(e), or
-    with a softcap softcap * log2(e), with a score_mod log2(e).  cap_scale: |softmax_scale| /
-    softcap, with a score_mod |softmax_scale|.  softmax_scale: with its sign.  window_left,
-    window_right: 0 or more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows that a
-    negative bound hides at each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the
-    longest query and key sequence, or more; the forward's host code takes max_seqlen_k out before
-    it launches (`ForwardCommon.__call__`).  head_parts: parts into which the query heads of a KV
-    head are split.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of a section
-    share.  part_keys: of each part of a sequence's keys, where parts are fixed.  tile_counter: (1,)
-    int32 tensor of the dynamic scheduler that counts in memory.  score_origin:
-    `kernel_functions.ScoreOrigin`.
-    """
-
+    #: Factor of the scores in the exponent of 2: |softmax_scale| * log2(e), with a softcap
+    #: softcap * log2(e), with a score_mod log2(e).
     scale_log2: Float32
+    #: |softmax_scale| / softcap, with a score_mod |softmax_scale|.
     cap_scale: Float32
+    #: The scale with its sign.
     softmax_scale: Float32
+    #: Bounds of the window, 0 or more; 0 on an unbounded side.
     window_left: Int32
     window_right: Int32
+    #: Rows that a negative bound hides at each sequence's end (`windows`).
     unseen_queries: Int32
     unseen_keys: Int32
+    #: The longest query and key sequence, or more.  The forward's host code takes `max_seqlen_k`
+    #: out before it launches (`ForwardCommon.__call__`).
     max_seqlen_q: Int32
     max_seqlen_k: Int32
+    #: Parts into which the query heads of a KV head are split.
     head_parts: Int32
+    #: Clusters of a static grid.
     clusters: Int32
+    #: Bytes of L2 for what the tiles of a section share.
     l2_bytes: Int32
+    #: Keys of each KV split, where `fixed_parts`.
     part_keys: Int32
+    #: (1,) int32 tensor of the dynamic scheduler that counts in memory.
     tile_counter: Any
+    #: `kernel_functions.ScoreOrigin`.
     score_origin: Any
 
     @classmethod
