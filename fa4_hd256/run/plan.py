@@ -27,12 +27,14 @@ from .catalogue import KernelSpec
 
 
 class Lifetime(enum.Enum):
-    """Lifetime of memory. CALL: as long as its tensor. UNREAD: the same, but where no caller reads
-    it, it may be memory of the device that all calls write to. STREAM: the counter of a stream
-    (`tile_counter`)."""
+    """Lifetime of memory."""
 
+    #: As long as its tensor.
     CALL = "per call"
+    #: The same, but where no caller reads it, a GPU's may be flat memory of another shape, to which
+    #: kernels of all calls write at any time (`execute`). So kernels alone get it, to write to it.
     UNREAD = "per call, shared where unread"
+    #: The counter of a stream (`tile_counter`).
     STREAM = "of the stream"
 
 
@@ -216,6 +218,10 @@ class PlanBuilder:
     def plan(self, *results: View | None) -> LaunchPlan:
         names = tuple(None if view is None else view.name for view in results)
         allocations, steps = tuple(self._allocations.values()), tuple(self._steps)
+        unread = {one.name for one in allocations if one.lifetime is Lifetime.UNREAD}
+        for step in steps:
+            read = unread & {*step.reads} if isinstance(step, Operation) else None
+            assert not read, f"{step} has memory that other calls write to: let it be Lifetime.CALL"
         launched = {step.spec for step in steps if isinstance(step, Launch)}
         others = tuple(spec for spec in self._other_lengths if spec not in launched)
         return LaunchPlan(self.device, tuple(self.inputs), allocations, steps, names, others)

@@ -21,6 +21,7 @@ from fa4_hd256 import (
     masks,
     plans,
 )
+from fa4_hd256.run.plan import Lifetime, PlanBuilder
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 pytestmark = pytest.mark.simulator
@@ -569,3 +570,16 @@ def test_few_plans_are_kept(long_way, monkeypatch):
         for _ in range(3):
             flash_attn_func(*tensors(*[(1, rows, 1, 256)] * 3))
     assert len(plans._cache.executions) == 4 and len(plans._cache.guards) <= 4
+
+
+@pytest.mark.parametrize("lifetime", Lifetime)
+def test_operations_read_no_memory_that_other_calls_write_to(lifetime):
+    """On a GPU the LSE that nobody reads is of another shape, and holds anything."""
+    builder = PlanBuilder(torch.device("cpu"), {})
+    builder.result("lse", (1, 2, 3), torch.float32, 0.0, True, lifetime)
+    builder.operate("maximum", ("lse",), lambda lse: lse.amax())
+    if lifetime is not Lifetime.UNREAD:
+        builder.plan()
+        return
+    with pytest.raises(AssertionError, match="maximum of lse has memory that other calls write to"):
+        builder.plan()
