@@ -51,7 +51,7 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     for name in () if has_batch else ("q", "out"):
         if name in views:
             views[name] = views[name].unsqueeze(0)
-    return builder.plan(*add_forward(builder, (problem, num_splits), attention, views, has_batch))
+    return builder.plan(*add_forward(builder, problem, num_splits, attention, views, has_batch))
 
 
 def append_class(

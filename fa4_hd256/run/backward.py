@@ -140,22 +140,24 @@ def plan_backward(
     division = work.divided(ds_bytes)
     views = work.views()
     has_batch = {name: getattr(tensors, name).ndim == views[name].ndim for name in "qkv"}
-    chosen = work.config, gpu_of(device)
-    made = add_division(builder, division, (work.computed, has_batch), views, chosen)
+    gpu = gpu_of(device)
+    made = add_division(builder, division, work.computed, has_batch, views, work.config, gpu)
     return builder.plan(*results_of(builder, work.wanted, made, views))
 
 
 def add_division(
     builder: PlanBuilder,
     division: BackwardDivision,
-    results: tuple[Wanted, Mapping[str, bool]],
+    wanted: Wanted,
+    has_batch: Mapping[str, bool],
     views: Mapping[str, View],
-    chosen: tuple[Any, Gpu],
+    config: Any,
+    gpu: Gpu,
 ) -> dict[str, View]:
-    """Add the launches of a divided backward; return what they write, by name. results: gradients
-    that kernels make, and whether those of q, k and v have the batch of packed sequences. views: as
-    of `BackwardWork.views`. chosen: configuration and GPU."""
-    problem, (wanted, has_batch) = division.problem, results
+    """Add the launches of a divided backward; return what they write, by name. wanted: gradients
+    that kernels make. has_batch: whether q, k and v, and so their gradients, have the batch of
+    packed sequences. views: as of `BackwardWork.views`."""
+    problem = division.problem
     made = memory_of(builder, division, wanted, has_batch)
     operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
     if not problem.has_no_queries:
@@ -175,7 +177,7 @@ def add_division(
         if gates:
             operands["dout"] = made[DO]
     if not problem.has_no_queries and not problem.has_no_keys:
-        add_gradients(builder, division, chosen, (operands, views, made))
+        add_gradients(builder, division, config, gpu, operands, views, made)
     return made
 
 
@@ -289,11 +291,14 @@ def add_preprocess(
 def add_gradients(
     builder: PlanBuilder,
     division: BackwardDivision,
-    chosen: tuple[Any, Gpu],
-    tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
+    config: Any,
+    gpu: Gpu,
+    operands: Mapping[str, View],
+    views: Mapping[str, View],
+    made: Mapping[str, View],
 ) -> None:
-    """Fill the gradients. tensors: all views of the call, and what `memory_of` made."""
-    (config, gpu), (operands, views, made) = chosen, tensors
+    """Fill the gradients. operands: those of the GEMMs as kernels read them. views: all tensors of
+    the call. made: of `memory_of`."""
     whole = division.problem
     specs = backward_specs(whole, config)
     results = {name: made[_written(whole, name)] for name in ("dq", *OF_KEYS) if name in made}
@@ -310,8 +315,8 @@ def add_gradients(
             if set(kernel.results) <= set(results):
                 written = tuple(results[name] for name in kernel.results)
                 own = replace(of_chunk, results=written).of(chunk, kernel.results)
-                launched = kernel, specs[kernel.name]
-                _add_kernel(builder, launched, (chunk.problem, gpu), own, scratch)
+                spec = specs[kernel.name]
+                _add_kernel(builder, kernel, spec, chunk.problem, gpu, own, scratch)
     tables = dict(zip(whole.forward.ragged, ragged, strict=True))
     packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
     lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
@@ -369,15 +374,15 @@ def _lists(builder: PlanBuilder, chunk: Chunk, number: int, table: View) -> View
 
 def _add_kernel(
     builder: PlanBuilder,
-    launched: tuple[BackwardKernel, KernelSpec],
-    of: tuple[BackwardProblem, Gpu],
+    kernel: BackwardKernel,
+    spec: KernelSpec,
+    chunk_problem: BackwardProblem,
+    gpu: Gpu,
     tensors: GradientTensors,
     scratch: list[View],
 ) -> None:
-    """Launch a kernel of a chunk. launched: the kernel and its spec. of: the chunk's problem, and
-    the GPU. scratch: memory for dK and dV of the chunk, which are then added to those of
-    `tensors.results`; empty where the kernel writes to these itself."""
-    (kernel, spec), (chunk_problem, gpu) = launched, of
+    """Launch a kernel of a chunk. scratch: memory for dK and dV of the chunk, which are then added
+    to those of `tensors.results`; empty where the kernel writes to these itself."""
     written, unused = list(tensors.results), list(scratch)
     problem, sums = chunk_problem.of_kernel(kernel), []
     for index, name in enumerate(kernel.results):

@@ -100,15 +100,15 @@ def plan_call(
         rows = out if out.ndim == batched.q.ndim else out.unsqueeze(0)
         views["out"] = View.of("out", rows)
     results_have_batch = given.q.ndim == batched.q.ndim
-    described_call = problem, num_splits
-    return builder.plan(*add_forward(builder, described_call, batched, views, results_have_batch))
+    results = add_forward(builder, problem, num_splits, batched, views, results_have_batch)
+    return builder.plan(*results)
 
 
 def plan_described(problem: Problem, tensors: ForwardTensors) -> LaunchPlan:
     """Return the plan of a described call of 4-D tensors whose keys are not split."""
     builder = PlanBuilder.for_tensors(problem.device, ForwardTensors._fields, tensors)
     views = operand_views(tensors)
-    return builder.plan(*add_forward(builder, (problem, 1), tensors, views))
+    return builder.plan(*add_forward(builder, problem, 1, tensors, views))
 
 
 def operand_views(tensors: ForwardTensors) -> dict[str, View]:
@@ -121,15 +121,15 @@ def operand_views(tensors: ForwardTensors) -> dict[str, View]:
 
 def add_forward(
     builder: PlanBuilder,
-    described_call: tuple[Problem, int],
+    problem: Problem,
+    num_splits: int,
     tensors: ForwardTensors,
     views: Mapping[str, View],
     has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add a forward; return its results. described_call: what `described` returned for tensors.
+    """Add a forward; return its results. problem, num_splits: of `described` for tensors.
     views: by name, "out" among them where the result goes to a tensor of the caller's. has_batch:
     whether new results have that of packed sequences."""
-    problem, num_splits = described_call
     if problem.is_empty:
         return _without_rows(builder, problem, views, has_batch)
     gpu = gpu_of(problem.device)
@@ -164,11 +164,11 @@ def add_launches(
     of_bytes = (last.q_dtype is not None) * "q" + (last.kv_dtype is not None) * "kv"
     operands |= {name: operands[name].view(last.dtype) for name in of_bytes}
     tables = _tables(builder, last, views)
-    optional = (_sink(builder, views["sink"]),) if last.sink else ()
+    sink = (_sink(builder, views["sink"]),) if last.sink else ()
     is_combined = last.out_gate and last.num_splits > 1
     gate = (gate_operand(builder, views[OUT_GATE]),) if is_combined else ()
     for problem in problems:
-        _add_launch(builder, problem, gpu, operands, results, (optional, tables, gate))
+        _add_launch(builder, problem, gpu, operands, results, sink, tables, gate)
     named = [("q", results["out"])]
     offsets = dict(zip(last.tables, tables, strict=True))
     add_tail(builder, last, named, results["lse"], offsets, (rows_k, LARGEST_LENGTH, 0))
@@ -181,12 +181,13 @@ def _add_launch(
     gpu: Gpu,
     operands: Mapping[str, View],
     results: Mapping[str, View],
-    more: tuple[tuple[View, ...], tuple[View, ...], tuple[View, ...]],
+    sink: tuple[View, ...],
+    tables: tuple[View, ...],
+    gate: tuple[View, ...],
 ) -> None:
     """Launch the forward on the queries of a problem, and the combining kernel where their keys are
-    split. more: the sink, tensors of `Problem.tables`, and the gate that the combining kernel
-    has."""
-    sink, tables, gate = more
+    split. sink: empty without one. tables: of `Problem.tables`. gate: that the combining kernel
+    has, or empty."""
     first, count = problem.first_query, problem.q_shape[1]
     q, out, lse = operands["q"], results["out"], results["lse"]
     if count < q.shape[1]:
@@ -207,7 +208,7 @@ def _add_launch(
     builder.launch(spec, call_arguments(tensors, problem, gpu))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))
-        add_combine(builder, problem, written, (out, lse, *gate), given)
+        add_combine(builder, problem, written, (out, lse), given, gate)
 
 
 def add_combine(
@@ -216,16 +217,16 @@ def add_combine(
     parts: tuple[View, View],
     results: tuple[View, ...],
     tables: Mapping[str, View],
+    gate: tuple[View, ...] = (),
 ) -> None:
-    """Fill results from those of splits, each (out, lse), behind the results the gate of out where
-    there is one. tables: by name, those of listed parts
-    among them."""
+    """Fill results from those of splits, each (out, lse). tables: by name, those of listed parts
+    among them. gate: of out, or empty."""
     lists: tuple[View, ...] = ()
     if problem.lists_splits:
         lists = tuple(tables[n] for n in (PART_LIST, "cu_seqlens_q") if n in tables)
     spec = combine_spec(problem)
     scalars = call_scalars(spec.problem_class, problem, gpu_of(problem.device))
-    builder.launch(spec, combine_call_arguments(parts, results, lists, scalars))
+    builder.launch(spec, combine_call_arguments(parts, (*results, *gate), lists, scalars))
 
 
 # ---------------------------------------------------------------- memory

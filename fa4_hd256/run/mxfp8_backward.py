@@ -61,7 +61,7 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
     check_division(division)
     named = batched._asdict().items()
     views = {name: View.of(name, tensor) for name, tensor in named if tensor is not None}
-    made = add_division(builder, division, has_batch, views, (config, gpu))
+    made = add_division(builder, division, has_batch, views, config, gpu)
     return builder.plan(*results_of(builder, WANTED, made, views)[:3])
 
 
@@ -70,10 +70,11 @@ def add_division(
     division: BackwardDivision,
     has_batch: Mapping[str, bool],
     views: Mapping[str, View],
-    chosen: tuple[Any, Gpu],
+    config: Any,
+    gpu: Gpu,
 ) -> dict[str, View]:
-    """Add the launches of a divided backward; return what they write, by name. has_batch, chosen:
-    as of `backward.add_division`. views: of `Mxfp8BackwardTensors`, packed sequences with a batch
+    """Add the launches of a divided backward; return what they write, by name. has_batch: as
+    of `backward.add_division`. views: of `Mxfp8BackwardTensors`, packed sequences with a batch
     of 1."""
     problem = division.problem
     made = memory_of(builder, division, WANTED, has_batch)
@@ -92,5 +93,5 @@ def add_division(
         dtype = problem.forward.dtype
         operands = {name: builder.operand(views[name]).view(dtype) for name in CODES}
         operands |= {name: builder.scale(views[name], OF_BLOCKS) for name in SCALES}
-        add_gradients(builder, division, chosen, (operands, views, made))
+        add_gradients(builder, division, config, gpu, operands, views, made)
     return made

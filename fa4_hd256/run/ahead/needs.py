@@ -554,7 +554,7 @@ def _combines(
     for parts in range(2, MOST_PARTS + 1):
         for rows in (*bounds, bounds[-1] << 8):
             problem = replace(whole, q_shape=(1, rows, 1, HEAD_DIM), num_splits=parts)
-            add_combine(builder, problem, results, (*results, *gate), {})
+            add_combine(builder, problem, results, results, {}, gate)
     return builder.plan().specs
 
 
@@ -627,9 +627,9 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
             problem = division.problem
             for wanted in (Wanted(),) if keeps_ds else _WANTED:
                 builder = PlanBuilder(forward.device, {})
-                results = wanted, dict.fromkeys("qkv", True)
+                has_batch = dict.fromkeys("qkv", True)
                 views = _views(ragged_forward, problem.k_shape) | _of_gradients(problem)
-                add_division(builder, division, results, views, (config, gpu))
+                add_division(builder, division, wanted, has_batch, views, config, gpu)
                 yield from builder.plan().specs
 
 
@@ -646,7 +646,7 @@ def _mxfp8_backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[Kern
         views |= {name: _block_scales(name, forward, problem.k_shape) for name in SCALES}
         builder = PlanBuilder(forward.device, {})
         has_batch = dict.fromkeys("qkv", True)
-        add_mxfp8_division(builder, division, has_batch, views, (config, gpu))
+        add_mxfp8_division(builder, division, has_batch, views, config, gpu)
         yield from builder.plan().specs
 
 
