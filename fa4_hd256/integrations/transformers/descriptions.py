@@ -7,13 +7,14 @@ waiting for the device:
     form       dtype   shape
     whole      uint16  (1, left, right, 1)        every row is in use
     padded     uint64  (batch, left, right, 4)    rows in use: `KEY_START` and the others
+    unbounded  uint64  (batch, 1, keys, 5)    the same without a window; the fifth is not read
     packed     uint32  (left, right, longest, sequences + 1)    offsets of the sequences
     uncounted  uint16  (batch, left, right, seqlen)    1 where a packed sequence begins
 
 The last form has at least two rows. Graphs of torch.compile need it: they cannot count sequences.
 left and right code the numbers of keys visible before and behind a query: 1 if unbounded, else the
-number + 2. All dimensions but the batch and the last one are expanded and take no memory. Users'
-masks do not have these dtypes.
+number + 2. keys is the length of the mask that transformers requested. All dimensions but the batch
+and the last one are expanded and take no memory. Users' masks do not have these dtypes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Description(NamedTuple):
 
     window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None: all rows.
     offsets: (sequences + 1,) int32 of packed sequences, or None. longest: the longest sequence.
-    begins: (batch, seqlen) bool, True where a packed sequence begins, or None.
+    begins: (batch, seqlen) bool, True where a packed sequence begins, or None. keys: the number of
+    keys that the mask was made for, or None, if the description does not say it.
     """
 
     window: Window
@@ -44,6 +46,7 @@ class Description(NamedTuple):
     offsets: torch.Tensor | None = None
     longest: int = 0
     begins: torch.Tensor | None = None
+    keys: int | None = None
 
 
 def whole(window: Window, device: torch.device | str) -> torch.Tensor:
@@ -54,6 +57,12 @@ def whole(window: Window, device: torch.device | str) -> torch.Tensor:
 def padded(window: Window, ranges: torch.Tensor) -> torch.Tensor:
     """Return the description of sequences with padding; ranges: (batch, 4) integers."""
     return ranges.to(_PADDED)[:, None, None].expand(-1, *_codes(window), -1)
+
+
+def unbounded(ranges: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return the description of sequences with padding, without a window; ranges: (batch, 4)."""
+    columns = torch.nn.functional.pad(ranges, (0, 1)).to(_PADDED)
+    return columns[:, None, None].expand(-1, 1, keys, -1)
 
 
 def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
@@ -74,6 +83,9 @@ def described(attention_mask: torch.Tensor) -> Description | None:
     if attention_mask.dtype == _PACKED:
         codes, longest = attention_mask.shape[:2], attention_mask.shape[2]
         return Description(_window(*codes), None, attention_mask[0, 0, 0].int(), longest)
+    if attention_mask.dtype == _PADDED and attention_mask.shape[3] == 5:
+        ranges = attention_mask[:, 0, 0, :4].long()
+        return Description((None, None), ranges, keys=attention_mask.shape[2])
     window = _window(*attention_mask.shape[1:3])
     if attention_mask.dtype == _WHOLE:
         if attention_mask.shape[3] == 1:
@@ -89,7 +101,7 @@ def seen_by(
 ) -> torch.Tensor:
     """Return the mask, (1 or batch, 1, seqlen_q, seqlen_k) bool, aligned at the last rows in
     use."""
-    window, ranges, offsets, _, begins = description
+    window, ranges, offsets, _, begins, _ = description
     if offsets is not None:
         of_all = packed_seen(window, (offsets, offsets), (q_shape.numel(),) * 2)
         rows = of_all.view(q_shape[0], q_shape[1], *q_shape)

@@ -146,6 +146,7 @@ def _read_mask(
         return None, Description(window)
     description = described(attention_mask)
     if description is not None:
+        _check_keys(description, k)
         return None, description
     if is_packed:
         raise ValueError(
@@ -160,6 +161,17 @@ def _read_mask(
             "a float one of four dimensions, 0 where a key is seen"
         )
     return (_seen_of_additive(attention_mask) if is_additive else attention_mask), None
+
+
+def _check_keys(description: Description, k: torch.Tensor) -> None:
+    """Raise ValueError for a mask of another length than the layer's keys."""
+    if description.keys is None or description.keys == k.shape[1]:
+        return
+    raise ValueError(
+        f"attention_mask was made for {description.keys} keys in a layer with {k.shape[1]}; "
+        "accepted: an attention_mask with an entry for each key. generate(prefill_chunk_size=..) "
+        "cuts the encoder's mask: leave it out for encoder-decoder models with padding"
+    )
 
 
 #: Results of `_seen_of_additive` by mask.

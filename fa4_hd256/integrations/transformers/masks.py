@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..warnings_once import warn_once
-from .descriptions import Window, packed, padded, uncounted, whole
+from .descriptions import Window, packed, padded, unbounded, uncounted, whole
 from .patterns import Band, band_of
 
 
@@ -151,7 +151,7 @@ def _described(window: Window, request: _Request) -> torch.Tensor:
         torch._assert_async(is_contiguous, _HOLES)
     elif not is_contiguous:
         return _dense("padding between tokens", request)
-    return padded(window, ranges)
+    return unbounded(ranges, count) if is_full else padded(window, ranges)
 
 
 _HOLES = (

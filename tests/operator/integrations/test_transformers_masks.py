@@ -155,3 +155,27 @@ def test_descriptions_see_what_transformers_sees(request):
     if padding is not None:
         rows = padding[:, first : first + q]
     assert torch.equal(found[rows[:, None]], wanted.expand_as(found)[rows[:, None]])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padding_of_another_length_than_the_keys(compiled):
+    """A cross attention whose mask is shorter or longer than the encoder's rows is refused:
+    generate(prefill_chunk_size=..) of transformers 5.24 cuts the encoder's mask to a chunk."""
+
+    def attend(rows, padding):
+        count = padding.shape[1]
+        mask = integration.mask(
+            2, 3, count, mask_function=known.bidirectional_mask_function, attention_mask=padding
+        )
+        return integration.attention(torch.nn.Module(), rows[:, :, :3], rows, rows, mask)[0]
+
+    run = torch.compile(attend, backend="eager") if compiled else attend
+    rows, padding = torch.randn(2, 1, 8, 16), torch.ones(2, 8, dtype=torch.bool)
+    padding[1, :2] = False
+    last = torch.nn.functional.scaled_dot_product_attention(
+        rows[1:, :, :3], rows[1:, :, 2:], rows[1:, :, 2:]
+    )
+    torch.testing.assert_close(run(rows, padding)[1:], last.transpose(1, 2))
+    for other in (padding[:, :6], torch.nn.functional.pad(padding, (0, 1), value=True)):
+        with pytest.raises(ValueError, match="made for [69] keys in a layer with 8"):
+            run(rows, other)
