@@ -11,7 +11,7 @@ the tile's last step, 0' the next tile's first::
     mma      QK(1) PV(0) QK(2) PV(1)..| QK(0') PV(last)   QK(1') PV(0') ..
     softmax     S(1)->P(1)  S(2)->P(2)|          O -> global, S(0')->P(0') ..
 
-The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/kernels.md.
+The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`.
 
 NOTE [the same warps for all].  A row's maximum and sum go over all keys of a step, so over all
 threads that have the row; each knows its offset.  So the same warps rescale O, whose lanes are

@@ -1,6 +1,7 @@
 """The configuration of the Hopper kernels that make gradients: budgets derived and checked here.
 
-docs/kernels.md has the budgets that led to this design.
+`python -m fa4_hd256 plan --arch sm_90a` prints the plans; docs/kernels.md says how these kernels
+differ from Blackwell's.
 """
 
 from __future__ import annotations

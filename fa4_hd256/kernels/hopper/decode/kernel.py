@@ -18,8 +18,8 @@ tile, a step, the softmax), results.
 NOTE [barriers of a step].  All threads meet twice: to test whether a maximum moves, when each has
 seen its last PV done, which read P; and when P is written.
 
-The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
-`kernels.forward.common`.
+The tables of roles, barriers and SMEM: `python -m fa4_hd256 plan --arch sm_90a`.  NOTE [packed
+heads] and NOTE [split keys]: `kernels.forward.common`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, V(i)' is V^T(i
                                           S(1)->P(1)   S(2)->P(2)
     warpgroup 1   the same, for its own rows
 
-The roles follow in the order in which a tile passes through them: set-up, load, transpose, consume,
-the softmax; `..warpgroup` has the steps of a tile and its results.  The tables of roles, barriers
-and SMEM, and what binds: `E4m3ForwardConfig`; docs/kernels.md.  V^T and P: `values`.
+Here are the loads, the transposers and, of a consuming warpgroup, the loop over tiles and the
+softmax; `..warpgroup` has the set-up, the dispatch of warps to roles, the steps of a tile and its
+results.  What binds: `config` NOTE [a step in clocks].  V^T and P: `values`.  The tables of roles,
+barriers and SMEM: `python -m fa4_hd256 plan --arch sm_90a`.
 
 Scales of Q and K multiply the scores, by the softmax's scale of a tile; V's multiplies O at the
 tile's end.
