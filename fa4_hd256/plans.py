@@ -13,6 +13,8 @@ Who makes the kinds, and what they resolve and plan by::
     interface            eager forwards               forward_problem.resolve_call     run/forward
     kv_cache             eager calls with new rows    cache_checks.resolve_cache_call  run/append
     ops/autograd         backwards, eager or not      `resolve_fields`                 run/backward
+    ops/mxfp8            backwards in mxfp8           `resolve_fields`                 run/mxfp8_
+                                                                                       backward
     ops/operators        bodies of the operators      `resolve_fields`; with new rows  run/forward,
                                                       check_cache_tensors              run/append
 
@@ -417,9 +419,10 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     return run(kind, execution, tensors, addresses)
 
 
-def resolve_fields(values: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
-    """Return a `Kind.resolve` for values already as operators take them: the plan checks."""
-    return lambda tensors, facts: values_of(values, facts)
+def resolve_fields(record: type) -> Callable[[Tensors, tuple[Any, ...]], Any]:
+    """Return a `Kind.resolve` for values already as operators take them: the plan checks. record:
+    the class of these values, such as `ForwardValues`."""
+    return lambda tensors, facts: values_of(record, facts)
 
 
 def repeats(tensors: Tensors) -> bool:

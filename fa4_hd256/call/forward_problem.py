@@ -137,43 +137,49 @@ def bounded(
 @dataclass(frozen=True)
 class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
+    Packed sequences have a batch of 1 here and `sequences` entries."""
 
-    Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
-    bounds on the longest sequence, which grids follow. options: masks, scale and scheduler. sink:
-    whether there is one. ragged: names of the tensors of `RAGGED` that kernels of the forward read,
-    in their order; `tables` has those of all further tensors. architecture: that the tensors are
-    on. tiles: of the kernel that the call takes, and packed_heads, the query heads that share one
-    of them: `choose_tiles`. num_splits: KV splits of each query tile, of all sequences where the
-    scheduler metadata lists them, and 1 until `division` has divided the call; part_keys: keys of a
-    split, None where splits are equal or listed; first_query: of the launch in each sequence, whose
-    q_shape has as many as it computes. config: that the user names, None for the default one of the
-    call and the GPU. page_size: rows of a page where k and v are
-    (pages, page_size, heads_kv, 256), else None. dtype, q_dtype, kv_dtype, descale, wide_tree: see
-    `ProblemClass`. out_gate: as of `ProblemClass`, but set also where the combining kernel has the
-    gate.
-    """
-
+    #: Shape of the queries that the launch computes: all, or some of each sequence from first_query.
     q_shape: tuple[int, ...]
+    #: Bounds of the longest sequence, which grids follow.
     max_seqlen_q: int
     max_seqlen_k: int
+    #: Sequences of the call: the batch, or the packed ones.
     sequences: int
+    #: See `ProblemClass`.
     dtype: torch.dtype
+    #: Where the tensors are.
     device: torch.device
+    #: Masks, scale and scheduler.
     options: Options
+    #: Whether there is a sink.
     sink: bool
+    #: Names of the tensors of `RAGGED` that kernels of the forward read, in their order; `tables`
+    #: has those of all further tensors.
     ragged: tuple[str, ...]
+    #: Architecture of the device.
     architecture: Architecture
+    #: Tiles of the kernel that the call takes: `choose_tiles`.
     tiles: ForwardTiles
+    #: Query heads that share one of these tiles: `choose_tiles`.
     packed_heads: int = 1
+    #: KV splits of each query tile, or of all sequences together where the scheduler metadata lists
+    #: them; 1 until `division` has divided the call.
     num_splits: int = 1
+    #: Keys of a split; None where splits are equal or listed.
     part_keys: int | None = None
+    #: Rows of a page where k and v are (pages, page_size, heads_kv, 256), else None.
     page_size: int | None = None
+    #: See `ProblemClass`.
     q_dtype: torch.dtype | None = None
     kv_dtype: torch.dtype | None = None
     descale: str = ""
     wide_tree: bool = False
+    #: As of `ProblemClass`, but set also where the combining kernel applies the gate.
     out_gate: str = ""
+    #: First query of each sequence that the launch computes.
     first_query: int = 0
+    #: Configuration that the user names; None for the default one of the call and the GPU.
     config: Any = None
 
     @classmethod

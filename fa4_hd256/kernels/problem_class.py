@@ -33,28 +33,32 @@ def result_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return tuple(ELEMENT_TYPES) if q_dtype in KV_DTYPES else (q_dtype,)
 
 
-#: Scales of q, k and v, float32, in the order in which kernels get them, that of q where it is in
-#: e4m3; and whose each is: a sequence's and KV head's, or all that they have alike, or, of k and v,
-#: a page's and KV head's; or of mxfp8, E8M0 scales of blocks of 32 elements, in atoms.
+#: Names of the scales of q, k and v in the order in which kernels get them. q has one in e4m3.
 Q_DESCALE = "q_descale"
 KV_DESCALES = ("k_descale", "v_descale")
 DESCALES = (Q_DESCALE, *KV_DESCALES)
+#: What has a scale of its own, the values of `ProblemClass.descale`: a KV head of a sequence (one
+#: scale may be expanded to all), float32; a KV head of a page of k and v, float32; a block of 32
+#: elements, E8M0, in atoms (mxfp8).
 OF_SEQUENCES, OF_PAGES, OF_BLOCKS = "sequences", "pages", "blocks"
 
-#: Name of the gate of the result (`rows.output_gate`), and what has a value of it.
+#: Name of the gate of the result (`rows.output_gate`).
 OUT_GATE = "out_gate"
+#: What has a value of the gate, the values of `ProblemClass.out_gate`: an element, or a query head.
 GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
 
 
 @dataclass(frozen=True)
 class FunctionClass:
-    """A user's function. key: of it.  tensors: dtype and dimensions, such as "float32 1"."""
+    """A user's score_mod or mask_mod."""
 
+    #: By which the function is found (`functions.user_functions`).
     key: str
+    #: Of each tensor that it reads dtype and number of dimensions, such as "float32 1".
     tensors: tuple[str, ...] = ()
 
 
-#: Page size of problem classes whose kernels take pages of any size: their rows are gathered.
+#: `ProblemClass.page_size` of kernels that take pages of any size: their rows are gathered.
 ANY_PAGE = 0
 
 
@@ -171,11 +175,12 @@ class ProblemClass:
 
 @dataclass(frozen=True)
 class GradientClass:
-    """Facts of a call that are compiled into a kernel that makes gradients. problem: as for the
-    forward; the sink is none of theirs. partial: dK and dV are written in float32, one part for
-    each piece of the group of query heads (never so for dQ)."""
+    """Facts of a call that are compiled into a kernel that makes gradients."""
 
+    #: As for the forward, but without the sink, which these kernels do not need.
     problem: ProblemClass
+    #: Whether dK and dV are written in float32, a part for each piece of the group of query heads;
+    #: False for a kernel of dQ.
     partial: bool = False
 
     @property

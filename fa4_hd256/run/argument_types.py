@@ -29,22 +29,41 @@ proper with out_gate, if there is one, the scalars and the stream. With listed p
 (parts, max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel
 gets the list and cu_seqlens_q, if there is one, before the scalars.
 
-NOTE [arguments of the backward].
+NOTE [arguments of the backward].  Three kinds of kernels, each with its arguments in order. Rows of
+packed sequences have a batch of 1.
 
-    q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
-    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
-    lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
-                  in mxfp8 instead MXFP8_GRADIENT_OPERANDS, (.., 128) of a 16-bit type, two codes in
-                  each, then their scales, (batch, heads, tiles, 2, 128) int32
-    stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
-    dq            like q
-    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
-                  dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
+Of the preprocess kernel:
+
+    rows          `PreprocessRows` of `kernels.small.backward_preprocess`: out, dout (batch,
+                  seqlen_q, heads_q, 256) bf16 or fp16; lse, dlse (batch, heads_q, seqlen_q, 1)
+                  float32, any strides but 0, dlse None without a gradient of the LSE; with a gate
+                  of the result gate, do like out, and dgate like gate
+    stats         (2, heads_q, padded rows) float32: `kernels.small.backward_preprocess`
+    ragged        int32 lengths and offsets of the queries; None if there are none
+    scalars, stream
+
+Of the kernels that make gradients:
+
+    operands      q, k, v, dout; q, dout (batch, seqlen_q, heads_q, 256), k, v (batch, seqlen_k,
+                  heads_kv, 256), bf16 or fp16. In mxfp8 those of `MXFP8_GRADIENT_OPERANDS`, (..,
+                  128) of a 16-bit type, two codes in each, then their scales in the same order,
+                  (batch, heads, tiles, 2, 128) int32. With a gate of the result dout is do
+    stats         as above
+    results       of dq, dk and dv those that the kernel makes: dq like q; dk, dv (batch, seqlen_k,
+                  heads_kv * head_parts, 256), like k, float32 if head_parts > 1; base and strides
+                  multiples of `SECTOR_BYTES`
     ds            (heads_q, units, tiles, elements), like k: `kernels.backward.ds_tiles`; None where
                   it is not stored
     ragged        int32 tensors in the problem class's order, then what functions of the call read;
                   None if there are none
     scalars, stream
+
+Of the sum kernel, where query heads of a group are divided:
+
+    parts         of dk and dv, (batch, seqlen_k, heads_kv * head_parts, 256) float32
+    results       dk, dv, (batch, seqlen_k, heads_kv * copies, 256) bf16 or fp16;
+                  `BackwardProblem.copies`
+    stream
 
 NOTE [arguments of new rows].
 
