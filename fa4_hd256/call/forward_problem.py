@@ -139,7 +139,7 @@ class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
     Packed sequences have a batch of 1 here and `sequences` entries."""
 
-    #: Shape of the queries that the launch computes: all, or some of each sequence from first_query.
+    #: Of the queries that the launch computes: all of each sequence, or some from first_query on.
     q_shape: tuple[int, ...]
     #: Bounds of the longest sequence, which grids follow.
     max_seqlen_q: int
