@@ -135,6 +135,8 @@ def _described(window: Window, request: _Request) -> torch.Tensor:
     first, count = lengths.kv_offset, lengths.kv_length
     padding = request.attention_mask
     padding = None if padding is None else padding[:, first : first + count]
+    if not is_full:
+        _check_entries(request)
     is_in_use = padding is None or (
         not tracing and padding.shape[1] == count and bool(padding.all())
     )
@@ -152,6 +154,18 @@ def _described(window: Window, request: _Request) -> torch.Tensor:
     elif not is_contiguous:
         return _dense("padding between tokens", request)
     return unbounded(ranges, count) if is_full else padded(window, ranges)
+
+
+def _check_entries(request: _Request) -> None:
+    """Raise ValueError if queries have no entry in attention_mask. A count on the device is not
+    read."""
+    padding, end = request.attention_mask, request.lengths.q_offset + request.lengths.q_length
+    if padding is None or isinstance(end, torch.Tensor) or padding.shape[1] >= end:
+        return
+    raise ValueError(
+        f"attention_mask has {padding.shape[1]} entries a sequence, and queries up to row "
+        f"{end - 1} follow a cache; accepted: an entry for each row up to the last query"
+    )
 
 
 _HOLES = (

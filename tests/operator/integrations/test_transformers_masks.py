@@ -179,3 +179,14 @@ def test_padding_of_another_length_than_the_keys(compiled):
     for other in (padding[:, :6], torch.nn.functional.pad(padding, (0, 1), value=True)):
         with pytest.raises(ValueError, match="made for [69] keys in a layer with 8"):
             run(rows, other)
+
+
+def test_padding_that_ends_before_the_queries():
+    """Queries without an entry would be taken for padding: a prompt that is added again in each
+    step, without its entries, is an error."""
+    rows = torch.ones(2, 6, dtype=torch.bool)
+    for function in (known.causal_mask_function, known.sliding_window_causal_mask_function(8)):
+        request = {"mask_function": function, "attention_mask": rows}
+        assert described(integration.mask(2, 2, 6, q_offset=4, **request)).ranges is None
+        with pytest.raises(ValueError, match="6 entries a sequence, and queries up to row 7"):
+            integration.mask(2, 4, 8, q_offset=4, **request)
