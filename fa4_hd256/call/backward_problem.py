@@ -60,10 +60,10 @@ class BackwardProblem:
         """Validate a call. tensors: packed sequences with a batch of 1. Raises as
         `Problem.describe` and `check_gradients` do, and NotImplementedError for an architecture
         that has no backward."""
-        q, ragged = tensors.q, tensors.others()
+        q, others = tensors.q, tensors.others()
         k, v = without_expanded_heads(tensors.k, tensors.v)
         forward = Problem.describe(
-            (q, k, v), options, tensors.sink, ragged, max_seqlen_q, max_seqlen_k
+            (q, k, v), options, tensors.sink, others, max_seqlen_q, max_seqlen_k
         )
         # A user's bounds, of the keys above all, may be any number; grids follow them.
         forward = replace(
@@ -71,7 +71,7 @@ class BackwardProblem:
             max_seqlen_q=min(forward.max_seqlen_q, max(1, q.shape[1])),
             max_seqlen_k=min(forward.max_seqlen_k, max(1, k.shape[1])),
             # The last of all names.
-            ragged=(*forward.ragged, *[DS_BEGINS] * (DS_BEGINS in ragged)),
+            ragged=(*forward.ragged, *[DS_BEGINS] * (DS_BEGINS in others)),
         )
         named = {name: getattr(tensors, name) for name in ("out", "dout", "lse", "dlse")}
         check_gradients(named, q, forward.lse_shape)

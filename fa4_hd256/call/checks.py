@@ -54,7 +54,7 @@ _CARRIED = 1 << 63
 LARGEST_QUERIES = 1 << 30
 
 
-def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any) -> None:
+def check_kinds(tensors: dict[str, Any], others: dict[str, Any], num_splits: Any) -> None:
     """Tensors, which are not nested, and an int. tensors: None for one not given, which q, k and v
     are."""
     for name, tensor in tensors.items():
@@ -66,7 +66,7 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
                 f"{name} is a nested tensor; accepted: a dense one; sequences of different lengths "
                 "are those of flash_attn_varlen_func, its values and offsets as cu_seqlens"
             )
-    for name, tensor in ragged.items():
+    for name, tensor in others.items():
         if not isinstance(tensor, torch.Tensor):
             if name in DESCALES:
                 kind = type(tensor).__name__
@@ -95,11 +95,11 @@ def are_differentiated(tensors: Iterable[Any]) -> bool:
 
 
 def check_functions(
-    functions: tuple[Any, Any], softcap: float, k: torch.Tensor, ragged: Mapping[str, Any]
+    functions: tuple[Any, Any], softcap: float, k: torch.Tensor, others: Mapping[str, Any]
 ) -> None:
     """Refuse what does not go with functions of a call, score_mod and mask_mod, None for none."""
     score_mod, mask_mod = functions
-    _check_mask_mod(mask_mod, ragged)
+    _check_mask_mod(mask_mod, others)
     if score_mod is None:
         return
     if softcap:
@@ -113,10 +113,10 @@ def check_functions(
         )
 
 
-def _check_mask_mod(mask_mod: Any, ragged: Mapping[str, Any]) -> None:
+def _check_mask_mod(mask_mod: Any, others: Mapping[str, Any]) -> None:
     """Tiles of a block mask have bits, or a mask_mod says what is seen of them, None for none."""
-    lists = [name for name in (MASK_STEPS, MASK_BLOCKS) if name in ragged]
-    bits = [name for name in (MASK_BITS, MASK_KEY_BITS) if name in ragged]
+    lists = [name for name in (MASK_STEPS, MASK_BLOCKS) if name in others]
+    bits = [name for name in (MASK_BITS, MASK_KEY_BITS) if name in others]
     if mask_mod is None:
         if len(bits) < len(lists):
             raise ValueError(
@@ -427,7 +427,7 @@ def check_entries_of_mask(batch: int, heads: int, q: torch.Tensor) -> None:
 
 
 def check_mask(
-    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], tiles: ForwardTiles
+    q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor], tiles: ForwardTiles
 ) -> None:
     """The lists of a block mask are those of such tensors and tiles."""
     of_blocks = [-(-t.shape[1] // DS_BLOCK) for t in (q, k)]
@@ -435,8 +435,8 @@ def check_mask(
         MASK_STEPS: (-(-q.shape[1] // tiles.rows), 1 - (-k.shape[1] // MASK_TILE)),
         MASK_BLOCKS: (sum(of_blocks), 1 + max(of_blocks) * (DS_BLOCK // MASK_TILE)),
     }
-    for name in accepted.keys() & ragged.keys():
-        batch, heads, *found = ragged[name].shape[:4]
+    for name in accepted.keys() & others.keys():
+        batch, heads, *found = others[name].shape[:4]
         check_entries_of_mask(batch, heads, q)
         if tuple(found) != accepted[name]:
             raise ValueError(
@@ -452,16 +452,16 @@ _NOT_BY_SEQUENCE = {
 }  # fmt: skip
 
 
-def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
+def count_sequences(q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor]) -> int:
     """The batch size. Raises ValueError where that of the tensors differs."""
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
-        for name, t in ragged.items()
+        for name, t in others.items()
         if name not in _NOT_BY_SEQUENCE
     }
-    if "cu_seqlens_q" not in ragged:
+    if "cu_seqlens_q" not in others:
         sizes["q"] = q.shape[0]
-    if not {"cu_seqlens_k", PAGE_TABLE, CACHE_BATCH_IDX} & {*ragged}:
+    if not {"cu_seqlens_k", PAGE_TABLE, CACHE_BATCH_IDX} & {*others}:
         sizes["k"] = k.shape[0]
     if len(set(sizes.values())) > 1 or min(sizes.values()) < 0:
         raise ValueError(
@@ -485,12 +485,12 @@ def reads_contents(device: torch.device) -> bool:
     return True
 
 
-def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
+def check_contents(q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
     """Check that offsets ascend from 0 to the total at most, and that lengths in use are not
     negative, nor more than there are rows (of keys in pages: `check_page_numbers`). For calls of
     `reads_contents`; in others kernels take what is beyond for all rows."""
     for side, tensor in (("q", q), ("k", k)):
-        offsets = ragged.get(f"cu_seqlens_{side}")
+        offsets = others.get(f"cu_seqlens_{side}")
         if offsets is not None and offsets.numel():
             steps = offsets.diff()
             if offsets[0] != 0 or offsets[-1] > tensor.shape[1] or (steps < 0).any():
@@ -498,12 +498,12 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
                     f"cu_seqlens_{side} is {offsets.tolist()}; accepted: offsets that ascend from "
                     f"0 to at most {tensor.shape[1]}, the number of rows of {side}"
                 )
-        used = ragged.get(f"seqused_{side}")
+        used = others.get(f"seqused_{side}")
         if used is None:
             continue
         if (used < 0).any():
             raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
-        if side == "k" and PAGE_TABLE in ragged:
+        if side == "k" and PAGE_TABLE in others:
             continue
         used = used.long()  # a bound may have more than 32 bits
         rows = torch.full_like(used, tensor.shape[1]) if offsets is None else offsets.diff()
@@ -512,21 +512,21 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
                 f"seqused_{side} is {used.tolist()}; accepted: up to {rows.tolist()}, the rows of "
                 "each sequence"
             )
-    _check_places(k, ragged)
+    _check_places(k, others)
 
 
-def _check_places(k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
+def _check_places(k: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
     """Raise ValueError for entries that a cache has not, and for padding beyond the rows in use."""
-    entries, leftpad = ragged.get(CACHE_BATCH_IDX), ragged.get(CACHE_LEFTPAD)
+    entries, leftpad = others.get(CACHE_BATCH_IDX), others.get(CACHE_LEFTPAD)
     if entries is not None and ((entries < 0) | (entries >= k.shape[0])).any():
         raise ValueError(
             f"cache_batch_idx is {entries.tolist()}; accepted: 0 to {k.shape[0] - 1}, the entries "
             "of the cache"
         )
     if leftpad is not None:
-        table = ragged.get(PAGE_TABLE)
+        table = others.get(PAGE_TABLE)
         rows = k.shape[1] * (1 if table is None else table.shape[1])
-        check_leftpad(leftpad, ragged.get("seqused_k"), rows)
+        check_leftpad(leftpad, others.get("seqused_k"), rows)
 
 
 def check_leftpad(leftpad: torch.Tensor, lengths: torch.Tensor | None, rows: int) -> None:
@@ -539,24 +539,24 @@ def check_leftpad(leftpad: torch.Tensor, lengths: torch.Tensor | None, rows: int
 
 
 def check_page_numbers(
-    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
+    q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor], window: Window
 ) -> torch.Tensor:
     """Return the page numbers that are read, those of pages with a key that some query sees. Raises
     ValueError for lengths that do not fit into a row of pages, and for a number that is read and is
     none of a page. Waits for the device."""
-    table = ragged[PAGE_TABLE]
+    table = others[PAGE_TABLE]
     (pages, page_size), columns = k.shape[:2], table.shape[1]
-    used = ragged.get("seqused_k", table.new_full(table.shape[:1], columns * page_size)).long()
+    used = others.get("seqused_k", table.new_full(table.shape[:1], columns * page_size)).long()
     if (used > columns * page_size).any():
         raise ValueError(
             f"seqused_k is {used.tolist()}; accepted: up to {columns * page_size}, the {columns} "
             f"pages of a row of page_table of {page_size} rows each"
         )
     left, reach = window[0], Reach.of(window)
-    queries = _query_lengths(q, ragged)
+    queries = _query_lengths(q, others)
     first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
-    if CACHE_LEFTPAD in ragged:
-        first = torch.maximum(first, ragged[CACHE_LEFTPAD].long())
+    if CACHE_LEFTPAD in others:
+        first = torch.maximum(first, others[CACHE_LEFTPAD].long())
     # A row without a query that sees something reads nothing, nor does one of padding alone.
     last = torch.where(queries > reach.queries, used - reach.keys, 0)
     last = torch.where(first < last, last, 0)
@@ -574,24 +574,24 @@ def check_page_numbers(
 
 
 def check_pages_on_gpu(
-    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
+    q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor], window: Window
 ) -> None:
     """Check page numbers on a GPU if the user asks for it; those on the CPU, and all contents where
     these are read, were checked with all else. Raises ValueError as `check_page_numbers` does, and
     RuntimeError while a graph is captured."""
-    if reads_contents(q.device) or PAGE_TABLE not in ragged or not environment.checks_pages():
+    if reads_contents(q.device) or PAGE_TABLE not in others or not environment.checks_pages():
         return
     if is_captured(q.device):
         raise RuntimeError(
             f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
             "CUDA graph cannot capture; accepted: capture without it"
         )
-    check_page_numbers(q, k, ragged, window)
+    check_page_numbers(q, k, others, window)
 
 
-def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Tensor:
+def _query_lengths(q: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return (batch,) int64 rows in use of each sequence."""
-    offsets, used = ragged.get("cu_seqlens_q"), ragged.get("seqused_q")
+    offsets, used = others.get("cu_seqlens_q"), others.get("seqused_q")
     if offsets is None:
         lengths = torch.full((q.shape[0],), q.shape[1], device=q.device)
     else:
@@ -600,13 +600,13 @@ def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Te
 
 
 def check_max_seqlen(
-    side: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor], longest: int | None
+    side: str, tensor: torch.Tensor, others: dict[str, torch.Tensor], longest: int | None
 ) -> int:
     """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences, and for
     keys in pages if not all of a row of page_table may be in use."""
-    offsets, lengths = ragged.get(f"cu_seqlens_{side}"), tensor.new_empty(0)
-    if side == "k" and PAGE_TABLE in ragged:
-        table, used = ragged[PAGE_TABLE], ragged.get("seqused_k")
+    offsets, lengths = others.get(f"cu_seqlens_{side}"), tensor.new_empty(0)
+    if side == "k" and PAGE_TABLE in others:
+        table, used = others[PAGE_TABLE], others.get("seqused_k")
         most = table.shape[1] * tensor.shape[1]
         longest = most if longest is None else min(longest, most)
         if used is None and longest < most:

@@ -79,18 +79,18 @@ class Call(NamedTuple):
         tensors (`Problem.describe`)."""
         num_splits = requested_splits(self.num_splits, self.batch_invariant)
         options = Options.check(self.softmax_scale, self.causal, self.window_size, self.softcap)
-        ragged = tensors.others()
+        others = tensors.others()
         named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
-        checks.check_kinds(named, ragged, num_splits)
-        longest = longest_of(ragged, self.max_seqlen_q, self.max_seqlen_k)
-        if num_splits == FIXED_SPLITS and "cu_seqlens_k" in ragged and longest[1] is None:
+        checks.check_kinds(named, others, num_splits)
+        longest = longest_of(others, self.max_seqlen_q, self.max_seqlen_k)
+        if num_splits == FIXED_SPLITS and "cu_seqlens_k" in others and longest[1] is None:
             raise ValueError(
                 "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an "
                 "int, the same for all batches, since KV splits follow it"
             )
-        if PART_LIST in ragged:
+        if PART_LIST in others:
             check_beside_list(num_splits)
-        masked = MASK_STEPS in ragged
+        masked = MASK_STEPS in others
         if masked:
             checks.check_mask_options(options.window, num_splits)
         q, *_ = tensors.with_batches()
@@ -188,7 +188,7 @@ class Problem:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         options: Options,
         sink: torch.Tensor | None = None,
-        ragged: dict[str, torch.Tensor] | None = None,
+        others: dict[str, torch.Tensor] | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         config: Any = None,
@@ -196,31 +196,31 @@ class Problem:
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
-        ragged: tensors beside these that are given, by name (`operator_arguments.OTHERS`).
+        others: tensors beside these that are given, by name (`operator_arguments.OTHERS`).
         max_seqlen_q: with cu_seqlens_q. max_seqlen_k: with cu_seqlens_k or page_table; None for as
         many as k, or a row of pages, has rows. config, out_dtype: None for the default ones. Raises
         TypeError for a wrong kind or dtype, ValueError for a wrong shape, head_dim, ratio of heads,
         device, length or option, NotImplementedError without a forward of the architecture."""
-        (q, k, v), ragged = tensors, ragged or {}
+        (q, k, v), others = tensors, others or {}
         check_options(options.softmax_scale, options.softcap)
-        checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
-        check_forward_tensors(q, k, v, sink, ragged)
-        sequences = checks.count_sequences(q, k, ragged)
+        checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, others)
+        check_forward_tensors(q, k, v, sink, others)
+        sequences = checks.count_sequences(q, k, others)
         architecture = architecture_of(q.device)
-        dtypes, paged = _dtypes(q, k, out_dtype), PAGE_TABLE in ragged
-        of_dtypes = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(ragged)
+        dtypes, paged = _dtypes(q, k, out_dtype), PAGE_TABLE in others
+        of_dtypes = dtypes["kv_dtype"], dtypes["q_dtype"], descales.are_of_blocks(others)
         known = kernels_of(architecture).forward_tiles(config, *of_dtypes)
-        known = usable_tiles(known, architecture, ragged, options.max_logits)
-        if is_masked(ragged):
-            checks.check_mask(q, k, ragged, known[0])
-        descale = descales.descale_of(ragged, k, sequences, paged)
-        _check_contents(tensors, ragged, options, descale)
-        longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
+        known = usable_tiles(known, architecture, others, options.max_logits)
+        if is_masked(others):
+            checks.check_mask(q, k, others, known[0])
+        descale = descales.descale_of(others, k, sequences, paged)
+        _check_contents(tensors, others, options, descale)
+        longest = checks.check_max_seqlen("q", q, others, max_seqlen_q)
         if max_seqlen_k is None and not paged:
             max_seqlen_k = max(1, k.shape[1])
-        check_words(ragged.get(TREE_WORDS), sequences, longest, options.window)
-        max_seqlen_k = checks.check_max_seqlen("k", k, ragged, max_seqlen_k)
-        tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
+        check_words(others.get(TREE_WORDS), sequences, longest, options.window)
+        max_seqlen_k = checks.check_max_seqlen("k", k, others, max_seqlen_k)
+        tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, others)
         if config is None:
             is_causal = options.window[1] is not None
             tiles = tuned_tiles(architecture, tiles, is_causal, max_seqlen_k, paged)
@@ -233,14 +233,14 @@ class Problem:
             device=q.device,
             options=options,
             sink=sink is not None,
-            ragged=_read_by_kernels(ragged),
+            ragged=_read_by_kernels(others),
             architecture=architecture,
             tiles=tiles,
             packed_heads=packed,
             page_size=k.shape[1] if paged else None,
             descale=descale,
-            wide_tree=is_wide(ragged.get(TREE_WORDS)),
-            out_gate=_form_of_gate(ragged.get(OUT_GATE), q, dtypes["dtype"]),
+            wide_tree=is_wide(others.get(TREE_WORDS)),
+            out_gate=_form_of_gate(others.get(OUT_GATE), q, dtypes["dtype"]),
             config=config,
         )
 
@@ -323,7 +323,7 @@ class Problem:
         return (batch, heads, seqlen)
 
 
-def packed_heads(group: int, ragged: Any, tiles: ForwardTiles, pads: bool = False) -> int:
+def packed_heads(group: int, given: Any, tiles: ForwardTiles, pads: bool = False) -> int:
     """Return how many of the `group` query heads of a KV head share a query tile: all or none.
 
     All where they divide the rows of a CTA of the `tiles`, or where its tile `pads` and has room: a
@@ -334,7 +334,7 @@ def packed_heads(group: int, ragged: Any, tiles: ForwardTiles, pads: bool = Fals
     """
     rows = tiles.cta_rows
     fits = query_rows(group, rows) <= rows if pads else rows % group == 0
-    alone = "seqused_q" in ragged or is_masked(ragged) or tiles.kind == MXFP8
+    alone = "seqused_q" in given or is_masked(given) or tiles.kind == MXFP8
     return group if fits and not alone else 1
 
 
@@ -353,13 +353,13 @@ def _form_of_gate(gate: torch.Tensor | None, q: torch.Tensor, dtype: torch.dtype
     return GATE_OF_ELEMENTS if gate.ndim == q.ndim else GATE_OF_HEADS
 
 
-def is_masked(ragged: Any) -> bool:
-    return any(name in ragged for name in MASK_TABLES)
+def is_masked(given: Any) -> bool:
+    return any(name in given for name in MASK_TABLES)
 
 
 def _check_contents(
     tensors: tuple[torch.Tensor, ...],
-    ragged: dict[str, torch.Tensor],
+    others: dict[str, torch.Tensor],
     options: Options,
     descale: str,
 ) -> None:
@@ -368,34 +368,34 @@ def _check_contents(
     have."""
     q, k, v = tensors
     for name in (PAGE_TABLE, CACHE_BATCH_IDX):
-        if name in ragged:
+        if name in others:
             memory.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
     if checks.reads_contents(q.device):
-        checks.check_contents(q, k, ragged)
+        checks.check_contents(q, k, others)
         pages = None
-        if PAGE_TABLE in ragged:
-            pages = checks.check_page_numbers(q, k, ragged, options.window)
-        descales.check_values(ragged, descale, pages)
+        if PAGE_TABLE in others:
+            pages = checks.check_page_numbers(q, k, others, options.window)
+        descales.check_values(others, descale, pages)
 
 
-def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
+def _read_by_kernels(given: Any) -> tuple[str, ...]:
     """Return the ragged tensors that kernels of the forward read, in order."""
-    of_others = (*(MASK_GRADIENTS if MASK_STEPS in ragged else ()), DS_BEGINS)
-    return tuple(name for name in RAGGED if name in ragged and name not in of_others)
+    of_others = (*(MASK_GRADIENTS if MASK_STEPS in given else ()), DS_BEGINS)
+    return tuple(name for name in RAGGED if name in given and name not in of_others)
 
 
 def usable_tiles(
     known: tuple[ForwardTiles, ...],
     architecture: Architecture,
-    ragged: Any = (),
+    given: Any = (),
     max_logits: bool = False,
 ) -> tuple[ForwardTiles, ...]:
     """Return the tiles of kernels that take calls with such tensors, or with the greatest logits: a
     block mask may name steps of some, and V^T is made of dense keys alone. Raises
     NotImplementedError if there are none."""
-    names = ", ".join(_read_by_kernels(ragged))
+    names = ", ".join(_read_by_kernels(given))
     for option, why, is_requested, takes in (
-        ("block_mask", "takes none", is_masked(ragged), lambda one: one.takes_lists),
+        ("block_mask", "takes none", is_masked(given), lambda one: one.takes_lists),
         ("return_max_logits", "does not keep them", max_logits, lambda one: one.kind == "forward"),
         (names, "takes dense keys alone", names, lambda one: not one.takes_columns),
     ):
@@ -411,7 +411,7 @@ def usable_tiles(
 
 
 def choose_tiles(
-    known: tuple[ForwardTiles, ...], group: int, longest: int, ragged: Any
+    known: tuple[ForwardTiles, ...], group: int, longest: int, given: Any
 ) -> tuple[ForwardTiles, int]:
     """Return (tiles, packed heads) of a call, the one rule of which kernel a forward takes.
 
@@ -419,6 +419,7 @@ def choose_tiles(
     sequence and the heads that share a tile have (`ForwardTiles.most_rows`). The first fitting
     tiles win whose rows all heads of a group share; if none are shared, the first fitting ones; if
     none fit, the last known. group: query heads of a KV head. longest: queries of a sequence.
+    given: names of the call's tensors beside q, k, v and the sink.
 
     The rule looks at the heads and the longest queries alone, never at the batch or what tensors
     hold: bits of a sequence may not depend on these (`batch_invariant`), and nothing waits for the
@@ -429,7 +430,7 @@ def choose_tiles(
     for tiles in known:
         most = tiles.rows if tiles.most_rows is None else tiles.most_rows
         pads = tiles.pads and query_rows(group, tiles.cta_rows) * longest <= most
-        packed = packed_heads(group, ragged, tiles, pads)
+        packed = packed_heads(group, given, tiles, pads)
         of_query = query_rows(packed, tiles.cta_rows)
         if tiles.most_rows is None or of_query * longest <= most:
             fitting.append((tiles, packed))
@@ -463,21 +464,21 @@ def check_forward_tensors(
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    ragged: dict[str, torch.Tensor],
+    others: dict[str, torch.Tensor],
 ) -> None:
     """All that can be checked where sizes are symbols and tensors have no contents."""
-    packed_q, packed_k = "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged
+    packed_q, packed_k = "cu_seqlens_q" in others, "cu_seqlens_k" in others
     packed = {"q": packed_q, "k": packed_k, "v": packed_k}
     checks.check_tensors({"q": q, "k": k, "v": v}, packed)
-    kinds = packed_q, packed_k, PAGE_TABLE in ragged, CACHE_BATCH_IDX in ragged
+    kinds = packed_q, packed_k, PAGE_TABLE in others, CACHE_BATCH_IDX in others
     checks.check_shapes(q.shape, k.shape, v.shape, *kinds)
     if sink is not None:
         checks.check_sink(sink, q)
-    if OUT_GATE in ragged:
-        checks.check_out_gate(ragged[OUT_GATE], q)
-    checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
-    descales.check_given(q, k, ragged)
-    descales.check_block_scales(k, v, ragged)
+    if OUT_GATE in others:
+        checks.check_out_gate(others[OUT_GATE], q)
+    checks.check_ragged(q, {name: t for name, t in others.items() if name in RAGGED})
+    descales.check_given(q, k, others)
+    descales.check_block_scales(k, v, others)
 
 
 def forward_use_clc(
@@ -504,17 +505,17 @@ def backward_use_clc(use_clc: bool | None) -> bool:
 
 
 def longest_of(
-    ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
+    others: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
     """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
     None where they are not packed."""
     max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
-    offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
+    offsets_q, offsets_k = (others.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:
         max_seqlen_q = None
     else:
         checks.check_longest("q", max_seqlen_q)
-    if offsets_k is None and "page_table" not in ragged:
+    if offsets_k is None and "page_table" not in others:
         max_seqlen_k = None
     elif max_seqlen_k is not None:
         checks.check_longest("k", max_seqlen_k)
@@ -582,7 +583,7 @@ def resolve_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValue
 
 def check_operator(tensors: ForwardTensors, values: ForwardValues) -> None:
     """Check an operator's arguments as far as fake tensors allow."""
-    ragged = tensors.others()
-    check_forward_tensors(tensors.q, tensors.k, tensors.v, tensors.sink, ragged)
-    functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
+    others = tensors.others()
+    check_forward_tensors(tensors.q, tensors.k, tensors.v, tensors.sink, others)
+    functions_of_keys((values.score_mod, values.mask_mod), others, tensors.q)
     check_num_splits(values.num_splits)

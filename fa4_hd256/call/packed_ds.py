@@ -91,9 +91,9 @@ def check_metadata(metadata: Any, causal: Any, window_size: Any, others: dict[st
         )
 
 
-def check_begins(problem: BackwardProblem, ragged: dict[str, torch.Tensor]) -> None:
+def check_begins(problem: BackwardProblem, others: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless `DS_BEGINS` has room, and is of the lengths if these are read."""
-    if DS_BEGINS not in ragged:
+    if DS_BEGINS not in others:
         return
     if problem.listed_tiles <= 0:
         raise ValueError(
@@ -102,9 +102,9 @@ def check_begins(problem: BackwardProblem, ragged: dict[str, torch.Tensor]) -> N
         )
     if not reads_contents(problem.forward.device):
         return
-    offsets = (ragged[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    offsets = (others[f"cu_seqlens_{side}"].tolist() for side in "qk")
     begins, tiles = begins_of(lengths_between(*offsets), problem.forward.options.window)
-    given = ragged[DS_BEGINS].tolist()
+    given = others[DS_BEGINS].tolist()
     if (given, problem.listed_tiles) != (begins, tiles):
         raise ValueError(
             f"backward_metadata says that dS of the sequences begins at tiles {given} of "

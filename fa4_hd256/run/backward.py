@@ -96,13 +96,13 @@ class BackwardWork:
 def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
     """Describe a backward. Raises as `BackwardProblem.describe` does."""
     tensors = tensors.with_batches()
-    ragged = tensors.others()
+    others = tensors.others()
     own = values.options
-    functions = functions_of_keys((own.score_mod, own.mask_mod), ragged, tensors.q)
+    functions = functions_of_keys((own.score_mod, own.mask_mod), others, tensors.q)
     options = Options.of_operator(own, functions)
     problem = BackwardProblem.describe(tensors, options, own.max_seqlen_q, own.max_seqlen_k)
     problem = replace(problem, listed_tiles=own.listed_tiles)
-    check_begins(problem, ragged)
+    check_begins(problem, others)
     kind = problem.forward.kernels.config("backward")
     config = named_configs.decode(own.config, kind)
     if own.config == named_configs.DEFAULT:

@@ -58,8 +58,8 @@ def described(
     """Return (problem, num_splits as of `divide_forward`) of a forward. tensors: with batches. out:
     where the first result is written, None for a new tensor. Raises TypeError or ValueError for
     what is not accepted, NotImplementedError for what the architecture does not offer."""
-    ragged = tensors.others()
-    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
+    others = tensors.others()
+    functions = functions_of_keys((values.score_mod, values.mask_mod), others, tensors.q)
     options = replace(Options.of_operator(values, functions), max_logits=max_logits)
     config = None
     if values.config != named_configs.DEFAULT:
@@ -67,14 +67,14 @@ def described(
         config = named_configs.decode(values.config, *kinds)
     longest = values.max_seqlen_q, values.max_seqlen_k
     problem = Problem.describe(
-        operands_of(tensors), options, tensors.sink, ragged, *longest, config,
+        operands_of(tensors), options, tensors.sink, others, *longest, config,
         None if out is None else out.dtype,
     )  # fmt: skip
     num_splits = values.num_splits
-    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
+    if num_splits == BY_RULE and "cu_seqlens_k" in others and values.max_seqlen_k is None:
         # No bound on the keys of a tile is known, from which their splits follow.
         num_splits = 1
-    if MASK_STEPS in ragged:
+    if MASK_STEPS in others:
         num_splits = 1
     return problem, num_splits
 
