@@ -79,10 +79,11 @@ def launch_triton(
 
 
 @contextlib.contextmanager
-def driving(run: Run) -> Iterator[None]:
+def driving(run: Run, stream: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Within, Triton compiles for the simulated device, and `run` is called for each launch.
 
     run: gets a function that calls its own argument with the launch, and the kernel's arguments.
+    stream: returns the handle of the stream that kernels are launched on.
     Raises MissingExtra without Triton.
     """
     try:
@@ -91,7 +92,7 @@ def driving(run: Run) -> Iterator[None]:
         raise MissingExtra("a Triton kernel", "triton", error) from error
     config = triton.runtime.driver
     before = config._active
-    config.set_active(Driver(run))
+    config.set_active(Driver(run, stream))
     try:
         yield
     finally:
@@ -158,12 +159,12 @@ class _Utils:
 
 
 class Driver:
-    """A driver of Triton for the simulated device; see `driving` for `run`."""
+    """A driver of Triton for the simulated device; see `driving` for `run` and `stream`."""
 
     utils = _Utils()
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.measuring = run, False
+    def __init__(self, run: Run, stream: Callable[[], int]) -> None:
+        self.run, self.stream, self.measuring = run, stream, False
         self.launcher_cls = _Launcher
 
     @classmethod
@@ -182,7 +183,7 @@ class Driver:
         pass
 
     def get_current_stream(self, _device: Any = 0) -> int:
-        return 0
+        return self.stream()
 
     def get_device_capability(self, _device: Any = 0) -> tuple[int, int]:
         return devices.current().capability
@@ -235,18 +236,20 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
         import triton
 
-        _stream, _function, _packed, launch_metadata, enter, leave, *args = rest
+        stream, _function, _packed, launch_metadata, enter, leave, *args = rest
         driver = triton.runtime.driver.active
         if driver.measuring or not x * y * z:
             return
         if enter is not None:
             enter(launch_metadata)
-        config, arguments = self._config((x, y, z), args)
+        config, arguments = self._config((x, y, z), stream, args)
         driver.run(lambda on_launch: on_launch(config), arguments)
         if leave is not None:
             leave(launch_metadata)
 
-    def _config(self, grid: tuple[int, int, int], args: Sequence[Any]) -> tuple[LaunchConfig, Any]:
+    def _config(
+        self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]
+    ) -> tuple[LaunchConfig, Any]:
         """The launch, and what the kernel may touch: its arguments and its scratch memory."""
         meta, cubin, name = self.metadata, self.cubin, self.metadata.name
         kernel = parsed_kernel(self.ptx, name)
@@ -265,7 +268,7 @@ class _Launcher:
             (meta.num_ctas, 1, 1), meta.shared, tuple(map(ctypes.addressof, buffers)), ptx=self.ptx,
             cubin=cubin, registers=registers, explicit_cluster=meta.num_ctas > 1,
             non_portable_cluster=meta.num_ctas > _PORTABLE_CLUSTER,
-            moves_registers=name in moving_registers(cubin),
+            moves_registers=name in moving_registers(cubin), stream=stream,
         )  # fmt: skip
         return config, (*args, *scratch, buffers)
 

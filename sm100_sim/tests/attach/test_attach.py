@@ -105,8 +105,10 @@ def test_device_queries_answer_as_a_b200():
         end.record()
         torch.cuda.synchronize()
         assert start.elapsed_time(end) >= 0
-        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("annotated"):
-            assert torch.cuda.current_stream().cuda_stream == 0
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside), torch.cuda.nvtx.range("annotated"), torch.cuda.stream(None):
+            assert torch.cuda.current_stream() is aside and aside.cuda_stream
+        assert torch.cuda.current_stream().cuda_stream == 0
     assert torch.cuda.is_available() == there_is_a_gpu
     assert torch.zeros(1).device.type == "cpu" and not torch.zeros(1).is_cuda
 

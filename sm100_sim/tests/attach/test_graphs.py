@@ -60,6 +60,42 @@ def test_compiled_functions_of_cute_dsl():
         assert (b == 4).all() and len(session.reports) == 2
 
 
+def test_functions_of_cute_dsl_that_are_called_directly():
+    """Each call of a replay may touch its own tensors."""
+    cute = pytest.importorskip("cutlass.cute")
+    from cute_add import functions
+    from cutlass.cute.runtime import from_dlpack
+
+    with sm100_sim.attached():
+        add_all, graph = functions(cute), torch.cuda.CUDAGraph()
+        a, b, c = (torch.ones(32, device="cuda") for _ in range(3))
+        with torch.cuda.graph(graph):
+            add_all(from_dlpack(a), from_dlpack(b))
+            add_all(from_dlpack(b), from_dlpack(c))
+        graph.replay()
+        assert (b == 2).all() and (c == 3).all()
+
+
+def test_memory_made_in_a_capture_stays_with_the_graph(session):
+    """Kernels may know it by its address alone, as PyTorch's pool of a graph allows."""
+    graph = torch.cuda.CUDAGraph()
+    x, out = torch.full((1 << 16,), 3.0, device="cuda"), torch.zeros(1 << 16, device="cuda")
+
+    @triton.jit
+    def copy(source, target, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        values = tl.load(source.to(tl.pointer_type(tl.float32)) + i)
+        tl.store(target.to(tl.pointer_type(tl.float32)) + i, values)
+
+    with torch.cuda.graph(graph):
+        made = torch.empty(1 << 16, device="cuda")
+        copy[(1,)](x.data_ptr(), made.data_ptr(), BLOCK=64)
+        copy[(1,)](made.data_ptr(), out.data_ptr(), BLOCK=64)
+    del made
+    graph.replay()
+    assert (out[:64] == 3).all() and not session.reports[1].findings
+
+
 def test_custom_operators_are_replayed_as_a_whole(session):
     @torch.library.custom_op("sm100_sim_tests::twice", mutates_args=(), device_types="cuda")
     def twice(x: torch.Tensor) -> torch.Tensor:

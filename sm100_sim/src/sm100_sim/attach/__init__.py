@@ -4,7 +4,7 @@ possible.
 While attached, device queries answer as the simulated device (`devices`: a B200 unless it is told
 another), CuTe DSL and Triton compile for it, tensors made on a CUDA device lie in host memory, and
 calls of compiled functions, plain and tvm-ffi, launch in the simulator. Events and streams are
-accepted; their times are those of this machine.
+accepted; their times are those of this machine, and no measure of a GPU.
 """
 
 from __future__ import annotations
@@ -57,23 +57,26 @@ class Session:
 
     def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
         """Run host code that was called with `arguments`, and the kernels it launches. In the
-        capture of a CUDA graph the launches are left to its replay."""
+        capture of a CUDA graph its launches are left to the replay, and may touch the memory that
+        the arguments mean then."""
         from . import graphs
 
-        ranges = sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
-        if not graphs.is_capturing():
-            self._launch(call, ranges)
+        if graphs.open_capture() is None:
+            self._launch(call, _ranges(arguments, keywords))
             return
 
-        def recorded(config: LaunchConfig) -> None:
+        def launched(config: LaunchConfig) -> None:
+            if not graphs.takes(config.stream):
+                self._launch(lambda launch: launch(config), _ranges(arguments, keywords))
+                return
             own = graphs.kept(config)
 
             def replay() -> None:
-                self._launch(lambda launch: launch(own[0]), ranges)
+                self._launch(lambda launch: launch(own[0]), _ranges(arguments, keywords))
 
             graphs.record(replay, (own, arguments, keywords))
 
-        call(recorded)
+        call(launched)
 
     def _launch(self, call: Any, ranges: list[tuple[int, int, str]]) -> None:
         settings = read_settings()
@@ -99,6 +102,11 @@ class Session:
             observe(config, report)
 
 
+def _ranges(arguments: Any, keywords: dict[str, Any] | None) -> list[tuple[int, int, str]]:
+    """Return (start, end, name) of the memory that a call may touch."""
+    return sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
+
+
 @contextlib.contextmanager
 def attached(
     *,
@@ -121,14 +129,15 @@ def attached(
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
     kernel may touch the tensors of its call and those whose addresses the call has as integers, or
-    in a 64-bit integer tensor; if the call holds raw pointers, every live tensor. torch.cuda.graph
-    captures launches and PyTorch's operators. Several devices, files of compiled kernels and graphs
-    by the driver's functions are errors. Contexts do not nest.
+    in a 64-bit integer tensor; if the call holds raw pointers, every live tensor. torch.cuda.graph,
+    and captures of a stream by cuda.bindings, record launches and PyTorch's operators. Several
+    devices, files of compiled kernels and graphs built node by node are errors. Contexts do not
+    nest.
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
     has_dsl, has_triton = _compilers()
-    from . import torch_cuda
+    from . import graphs, streams, torch_cuda
 
     session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize,
                       trace=trace, observe=observe)  # fmt: skip
@@ -138,14 +147,16 @@ def attached(
             stack.enter_context(_no_library_caches())
             stack.enter_context(applied(torch_cuda.patches()))
             if has_dsl:
-                from . import driver
+                from . import driver, driver_graphs
 
+                stack.callback(driver_graphs.forget)
                 stack.enter_context(applied(driver.patches()))
                 stack.enter_context(_compiling_for_target(lines))
                 stack.enter_context(applied(_dsl_patches(session)))
             if has_triton:
-                stack.enter_context(driving(session.run))
+                stack.enter_context(driving(session.run, streams.current))
             torch_cuda.register_custom_operators()
+            stack.callback(graphs.abandon)
             yield session
     finally:
         _active.clear()
@@ -233,7 +244,7 @@ def _dsl_patches(session: Session) -> Iterator[Patch]:
 
     def run_addresses(self: Any, addresses: list[Any]) -> None:
         program = program_of(self)
-        session.run(lambda on_launch: program.run_packed(addresses, on_launch), arguments)
+        session.run(lambda on_launch: program.run_packed(addresses, on_launch), tuple(arguments))
 
     def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
         return devices.current().clusters(cluster_size)

@@ -2,6 +2,7 @@
 
 As on a GPU, a capture computes nothing: results of operators have their shapes, and operators that
 write into tensors wait for the replay. Tensors of a capture keep their memory as long as the graph.
+A capture by torch.cuda.graph takes the work of all streams, one by cuda.bindings that of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sm100_sim.host import LaunchConfig
 from sm100_sim.launcher import parsed_kernel
 
+from . import streams
+
 #: Operators that need a value on the host, which a capture has not got.
 _SYNCHRONISING = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::nonzero",
                             "aten::is_nonzero", "aten::masked_select"})  # fmt: skip
@@ -30,11 +33,19 @@ _shapes_only = [False]
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """torch.cuda.CUDAGraph.
 
-    def __init__(self, keep_graph: bool = False) -> None:
+    stream: handle of the stream whose work is captured; None for that of all streams.
+    """
+
+    def __init__(self, keep_graph: bool = False, stream: int | None = None) -> None:
+        self.stream = stream
         self._steps: list[tuple[Callable[[], Any], Any]] | None = None
         self._recorder: Any = None
+        self._alive: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._steps or ())
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """Record what follows. Raises RuntimeError inside another capture."""
@@ -50,10 +61,21 @@ class Graph:
         self._recorder.__exit__(None, None, None)
         _open.remove(self)
 
+    def copy(self) -> Graph:
+        """Return a graph of the same steps."""
+        made = Graph(stream=self.stream)
+        made._steps = None if self._steps is None else list(self._steps)
+        return made
+
     def add(self, step: Callable[[], Any], alive: Any = None) -> None:
         """Record a step. alive: what must live as long as the graph."""
         assert self._steps is not None
         self._steps.append((step, alive))
+
+    def keep(self, made: Any) -> None:
+        """Keep memory that the capture made: PyTorch's captures have a pool of their own."""
+        if self.stream is None:
+            self._alive.append(made)
 
     def replay(self) -> None:
         """Run the steps in their order. Raises RuntimeError where nothing was captured."""
@@ -64,7 +86,7 @@ class Graph:
 
     def reset(self) -> None:
         """Let go of the steps and their tensors."""
-        self._steps = None
+        self._steps, self._alive = None, []
 
     def pool(self) -> tuple[int, int]:
         """Return the handle of the memory pool, which is ordinary memory."""
@@ -84,9 +106,51 @@ class Capture:
         self._graph.capture_end()
 
 
+def open_capture() -> Graph | None:
+    """Return the graph that is being captured, if any."""
+    return _open[0] if _open else None
+
+
+def takes(stream: int) -> bool:
+    """Return True if work on a stream is left to the replay of the graph that is being captured."""
+    return bool(_open) and _open[0].stream in (None, stream)
+
+
 def is_capturing() -> bool:
-    """Return True in a capture."""
-    return bool(_open)
+    """Return True in a capture of PyTorch's current stream."""
+    return takes(streams.current())
+
+
+def abandon() -> None:
+    """End the capture that a program left open."""
+    if _open:
+        _open[0].capture_end()
+
+
+def refuse_waiting(name: str, stream: int | None = None) -> None:
+    """Raise RuntimeError if the host would wait for a stream that cuda.bindings capture.
+
+    name: the function that waits. stream: the stream; None for all of the device.
+    """
+    captured = _open[0].stream if _open else None
+    if captured is not None and stream in (None, captured):
+        raise RuntimeError(f"{name}: not permitted while stream {captured:#x} is captured")
+
+
+def refuse_joining(name: str, stream: int, inside: bool, recorded: bool = True) -> None:
+    """Raise for a stream that waits for an event of the capture, or the capture's for one of
+    another stream. In a capture of all streams there are no others.
+
+    name: the function that waits. inside: whether the event was recorded in a capture.
+    recorded: whether it was recorded at all.
+    """
+    if inside and not takes(stream):
+        raise NotImplementedError(
+            f"{name}: a stream that waits for an event of a captured stream joins a capture, which "
+            "is not simulated; launch on the captured stream"
+        )
+    if takes(stream) and _open[0].stream is not None and recorded and not inside:
+        raise RuntimeError(f"{name}: the captured stream waits for an event from outside")
 
 
 def record(launch: Callable[[], Any], alive: Any) -> None:
@@ -130,13 +194,17 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
+        if not takes(streams.current()):
+            return func(*args, **kwargs)
         if name in _SYNCHRONISING:
             raise RuntimeError(
                 f"{name} needs a value of the device on the host: not permitted while a CUDA graph "
                 "is captured"
             )
         if func.is_view or name.startswith(_AT_ONCE):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self._graph.keep(made)
+            return made
         if func._schema.is_mutable:
             self._graph.add(lambda: func(*args, **kwargs))
             return _written(func._schema, args, kwargs)

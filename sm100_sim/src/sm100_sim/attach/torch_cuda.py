@@ -21,7 +21,7 @@ import torch.utils._device
 from sm100_sim import devices
 from sm100_sim.host.capsule import CudaCapsule
 
-from .graphs import Capture, Graph, is_capturing
+from . import graphs, streams
 from .patch import ABSENT, Patch
 from .scaled_mm import scaled_grouped_mm, scaled_mm
 
@@ -52,16 +52,19 @@ class DeviceProperties:
 class Stream:
     """A stream on which everything has completed: launches run synchronously."""
 
-    cuda_stream = 0
-    stream_id = 0
     device_index = 0
     priority = 0
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    def __init__(
+        self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any
+    ) -> None:
         self.device = torch.device("cuda", 0)
+        self.cuda_stream = self.stream_id = streams.new() if stream_id is None else stream_id
+        self._before: list[Stream] = []
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Nothing is ever outstanding, and a stream that is captured cannot be waited for."""
+        graphs.refuse_waiting("torch.cuda.Stream.synchronize", self.cuda_stream)
 
     def query(self) -> bool:
         """Return True: all work is done."""
@@ -73,16 +76,34 @@ class Stream:
         event.record(self)
         return event
 
-    wait_event = wait_stream = lambda self, other: None
+    def wait_event(self, event: Event) -> None:
+        """Nothing is ever outstanding; waiting may join a capture, which is refused."""
+        recorded = event.captured or event.recorded
+        name = "torch.cuda.Stream.wait_event"
+        graphs.refuse_joining(name, self.cuda_stream, event.captured, recorded)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Wait for what a stream has now."""
+        inside = graphs.takes(stream.cuda_stream)
+        graphs.refuse_joining("torch.cuda.Stream.wait_stream", self.cuda_stream, inside)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 0
+        return 0, self.cuda_stream
 
     def __enter__(self) -> Stream:
+        self._before.append(_current_stream())
+        _set_stream(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        _set_stream(self._before.pop())
+
+
+class ExternalStream(Stream):
+    """A stream by its handle."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
+        super().__init__(device, stream_id=int(stream_ptr))
 
 
 class Event:
@@ -92,10 +113,18 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self._time: float | None = None
+        #: Whether it was recorded in the capture of a stream, which takes no time.
+        self.captured = False
+
+    @property
+    def recorded(self) -> bool:
+        """Return True if there is a time."""
+        return self._time is not None
 
     def record(self, stream: Any = None) -> None:
         """Take the time."""
-        self._time = time.perf_counter()
+        self.captured = graphs.takes((stream or _current_stream()).cuda_stream)
+        self._time = None if self.captured else time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two recorded events."""
@@ -109,8 +138,37 @@ class Event:
 
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""
+        if self.captured:
+            raise RuntimeError("torch.cuda.Event.synchronize: the event was recorded in a capture")
 
-    wait = lambda self, stream=None: None  # noqa: E731
+    def wait(self, stream: Any = None) -> None:
+        """Let a stream wait for the event."""
+        (stream or _current_stream()).wait_event(self)
+
+
+def _current_stream(device: Any = None) -> Stream:
+    return _current[0]
+
+
+def _set_stream(stream: Stream | None) -> None:
+    """Let operators run on a stream; None leaves the one they run on."""
+    if stream is not None:
+        _current[0] = stream
+        streams.set_current(stream.cuda_stream)
+
+
+@contextlib.contextmanager
+def _stream(stream: Stream | None) -> Iterator[None]:
+    before = _current_stream()
+    _set_stream(stream)
+    try:
+        yield
+    finally:
+        _set_stream(before)
+
+
+def _synchronize(device: Any = None) -> None:
+    graphs.refuse_waiting("torch.cuda.synchronize")
 
 
 @contextlib.contextmanager
@@ -140,19 +198,21 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-_STREAM = Stream()
+_DEFAULT_STREAM = Stream(stream_id=streams.DEFAULT)
+_current = [_DEFAULT_STREAM]
 _CUDA_FUNCTIONS: dict[str, Any] = {
     "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
     "_lazy_init": lambda: None, "device_count": lambda: 1, "current_device": lambda: 0,
-    "set_device": lambda device: None, "synchronize": lambda device=None: None,
+    "set_device": lambda device: None, "synchronize": _synchronize,
     "get_device_name": lambda device=None: devices.current().product,
     "get_device_capability": lambda device=None: devices.current().capability,
     "get_device_properties": lambda device=None: DeviceProperties(),
     "is_bf16_supported": lambda *_, **__: True,
-    "current_stream": lambda device=None: _STREAM, "default_stream": lambda device=None: _STREAM,
-    "set_stream": lambda stream: None, "stream": _context, "device": _context,
-    "Stream": Stream, "ExternalStream": Stream, "Event": Event,
-    "CUDAGraph": Graph, "graph": Capture, "is_current_stream_capturing": is_capturing,
+    "current_stream": _current_stream, "default_stream": lambda device=None: _DEFAULT_STREAM,
+    "set_stream": _set_stream, "stream": _stream, "device": _context,
+    "Stream": Stream, "ExternalStream": ExternalStream, "Event": Event,
+    "CUDAGraph": graphs.Graph, "graph": graphs.Capture,
+    "is_current_stream_capturing": graphs.is_capturing,
     "graph_pool_handle": lambda: (0, 0), "make_graphed_callables": _no_graphs,
     "manual_seed": _seed, "manual_seed_all": _seed,
     "empty_cache": lambda: None, "ipc_collect": lambda: None,
@@ -256,6 +316,7 @@ def _attribute(value: Any) -> property:
 
 def patches() -> Iterator[Patch]:
     """Yield the patches that make `torch` look as if it had the simulated device."""
+    _set_stream(_DEFAULT_STREAM)
     for name, value in _CUDA_FUNCTIONS.items():
         yield Patch(torch.cuda, name, value)
     # Annotations for a profiler, which a build of PyTorch for the CPU refuses.
