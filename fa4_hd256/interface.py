@@ -476,12 +476,13 @@ def _attend_mxfp8(
     beside = {"out": given_out is not None, "return_max_logits": return_max_logits}
     refused = [name for name, is_given in beside.items() if is_given]
     said = Call(*arguments)
-    arguments = tuple(said._replace(backward_config=None))
+    own = said._replace(backward_config=None)
 
     def run(out: torch.Tensor) -> Any:
-        return _find_and_run((*inputs, out), arguments, form, True, False)[1]
+        return _find_and_run((*inputs, out), tuple(own), form, True, False)[1]
 
-    call = mxfp8.described_call(given, ForwardTensors(*inputs), said, run, refused)
+    named = ForwardTensors(*inputs)
+    call = mxfp8.described_call(given, named, own, said.backward_config, run, refused)
     out, lse = mxfp8.attend(call)
     return (out, lse) if return_lse else out
 

@@ -547,13 +547,14 @@ DIFFERENTIABLE_VALUES = (
     "use_clc", "config", "backward_config", "num_splits", "backward_use_clc", "score_mod",
     "mask_mod", "listed_tiles",
 )  # fmt: skip
+_VALUES_WITHOUT_GRADIENTS = ForwardValues.beside(DIFFERENTIABLE_VALUES)
 
 
 def check_differentiable(tensors: ForwardTensors, values: ForwardValues) -> None:
     """Raise NotImplementedError for a call without gradients. All calls with gradients come here,
     in mxfp8 with the tensors that gradients flow to in place of q, k and v and their scales."""
     refused = [name for name in _WITHOUT_GRADIENTS if getattr(tensors, name) is not None]
-    refused += values.beside(DIFFERENTIABLE_VALUES)
+    refused += values.given(_VALUES_WITHOUT_GRADIENTS)
     if tensors.k.dtype in CACHE_DTYPES:
         refused.insert(0, "q, k and v in float8, k and v in NVFP4")
     if refused:

@@ -27,6 +27,7 @@ ACCEPTED_VALUES = (
     "softmax_scale", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "use_clc",
     "config", "backward_config", "num_splits", "backward_use_clc", "listed_tiles",
 )  # fmt: skip
+_REFUSED_VALUES = ForwardValues.beside(ACCEPTED_VALUES)
 #: Operands that users give for gradients, and the tensor that each is of.
 GIVEN = {"v_columns": "v", "q_rows": "q", "k_rows": "k"}
 
@@ -82,7 +83,7 @@ def refuse_others(tensors: ForwardTensors, values: ForwardValues, beside: Sequen
         # Of a function its key says that it is given.
         if name not in (*ACCEPTED, *FUNCTION_TENSORS)
     ]
-    given += ["learnable_sink"] * (tensors.sink is not None) + values.beside(ACCEPTED_VALUES)
+    given += ["learnable_sink"] * (tensors.sink is not None) + values.given(_REFUSED_VALUES)
     names = dict.fromkeys((*given, *beside))
     if names:
         raise NotImplementedError(

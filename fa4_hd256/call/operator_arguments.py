@@ -161,10 +161,14 @@ class ForwardValues(NamedTuple):
     mask_mod: str | None = None
     listed_tiles: int = 0
 
-    def beside(self, known: Sequence[str]) -> list[str]:
-        """Return the names of fields that are not `known` and differ from their default."""
-        others = [name for name in self._fields if name not in known]
-        return [name for name in others if getattr(self, name) != self._field_defaults[name]]
+    @classmethod
+    def beside(cls, known: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of fields that are not `known`."""
+        return tuple(name for name in cls._fields if name not in known)
+
+    def given(self, names: Sequence[str]) -> list[str]:
+        """Return those of some fields' names whose values differ from the default."""
+        return [name for name in names if getattr(self, name) != self._field_defaults[name]]
 
 
 class BackwardValues(NamedTuple):

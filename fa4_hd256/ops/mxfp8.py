@@ -24,6 +24,9 @@ from .autograd import refuse_second_order
 #: Backwards, whose values are those of the forward with their own scheduler and configuration.
 _BACKWARD = plans.Kind("mxfp8_backward", plans.resolve_fields(ForwardValues), plan_call)
 
+#: Places among `ForwardTensors`. What is behind the scales `refuse_others` refuses.
+_BEHIND_V, _FIRST_SCALE = (ForwardTensors._fields.index(name) for name in ("sink", DESCALES[0]))
+
 
 class Mxfp8Call(NamedTuple):
     """A forward in mxfp8 whose gradients can be computed."""
@@ -43,11 +46,13 @@ def described_call(
     given: Any,
     tensors: ForwardTensors,
     arguments: Call,
+    backward_config: Any,
     run: Callable[[torch.Tensor], Any],
     beside: Sequence[str] = (),
 ) -> Mxfp8Call:
-    """Return a call with gradients, checked.  given: the user's mxfp8_gradients.  beside: names of
-    arguments that have none and are given. Raises TypeError or ValueError for what does not fit,
+    """Return a call with gradients, checked. given: the user's mxfp8_gradients. arguments: without
+    the backward_config, which is not that of calls in 16 bits. beside: names of arguments that have
+    no gradients and are given. Raises TypeError or ValueError for what does not fit,
     NotImplementedError for what is not offered."""
     if is_intercepted():
         raise NotImplementedError(
@@ -59,17 +64,16 @@ def described_call(
             f"mxfp8_gradients is a {type(given).__name__}; accepted: that of "
             "fa4_hd256.quantize.quantize_mxfp8_training"
         )
-    values = arguments._replace(backward_config=None).values(tensors)
+    values = arguments.values(tensors)
     refuse_others(tensors, values, beside)
     check_given(given, tensors)
     # Gradients flow to the tensors that were quantized, which have no scales.
-    exact: dict[str, Any] = {"q": given.q, "k": given.k, "v": given.v, **dict.fromkeys(DESCALES)}
-    check_differentiable(tensors._replace(**exact), values)
+    exact = ForwardTensors(given.q, given.k, given.v, *tensors[_BEHIND_V:_FIRST_SCALE])
+    check_differentiable(exact, values)
     kernels = kernels_of(architecture_of(tensors.q.device))
     kernels.backward_set(is_mxfp8=True)
-    config = named_configs.encode(
-        arguments.backward_config, kernels.config("mxfp8_backward"), said="backward_config"
-    )
+    kind = kernels.config("mxfp8_backward")
+    config = named_configs.encode(backward_config, kind, said="backward_config")
     values = values._replace(use_clc=values.backward_use_clc, config=config)
     return Mxfp8Call(tensors, given, values, run)
 

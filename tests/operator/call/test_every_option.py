@@ -209,10 +209,8 @@ def mxfp8():
 )
 def test_every_way_to_gradients_refuses_values_without_some(way, monkeypatch):
     """softcap stands for an option whose gradients nobody has written."""
-    known = [name for name in forward_problem.DIFFERENTIABLE_VALUES if name != "softcap"]
-    monkeypatch.setattr(forward_problem, "DIFFERENTIABLE_VALUES", known)
-    accepted = *mxfp8_gradients.ACCEPTED_VALUES, "softcap"
-    monkeypatch.setattr(mxfp8_gradients, "ACCEPTED_VALUES", accepted)
+    monkeypatch.setattr(forward_problem, "_VALUES_WITHOUT_GRADIENTS", ("softcap",))
+    monkeypatch.setattr(mxfp8_gradients, "_REFUSED_VALUES", ())
     monkeypatch.setattr(plans, "repeats", lambda tensors: True)
     forget()
     if way is a_first_call:
