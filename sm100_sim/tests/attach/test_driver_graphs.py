@@ -195,7 +195,8 @@ def test_benchmarks_on_another_stream_say_so(program):
          "cuGraphAddKernelNode is not simulated.*cuGraphLaunch"),
         (lambda p: runtime.cudaGraphExecUpdate(0, 0), NotImplementedError,
          "cudaGraphExecUpdate is not simulated"),
-        (lambda p: driver.cuLaunchKernel(0), NotImplementedError, "cuLaunchKernel is not simula"),
+        (lambda p: driver.cuLaunchKernelEx(0), NotImplementedError, "cuLaunchKernelEx is not"),
+        (lambda p: driver.cuMemAllocAsync(4, 0), NotImplementedError, "cuMemAllocAsync is not"),
     ],
 )  # fmt: skip
 def test_what_a_capture_refuses_is_named(program, call, error, words):

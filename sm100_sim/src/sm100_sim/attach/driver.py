@@ -26,8 +26,10 @@ CUDA_VERSION = 13000
 _allocations: dict[int, Any] = {}
 #: Event -> when it was recorded; None where that was in a capture.
 _events: dict[int, float | None] = {}
-#: Functions that have a stream or a graph, by their first lines of documentation and their names.
+#: Functions that have a stream or a graph, by their first lines of documentation or their names; a
+#: launch may have its stream in a structure.
 _WITH_STREAM = re.compile(r"\b(h?stream|h?graph(exec)?|hnode|node)\b", re.IGNORECASE)
+_LAUNCHES = re.compile(r"cu(da)?Launch")
 _OF_GRAPHS = re.compile(r"cu(da)?(Graph(?!ics)|Stream\w*Capture|ThreadExchangeStreamCapture)")
 
 
@@ -223,8 +225,9 @@ def _refused(module: Any, calls: dict[str, Any]) -> Iterator[str]:
     """
     for name, function in vars(module).items():
         if name.startswith("cu") and callable(function) and not isinstance(function, type):
+            named = _OF_GRAPHS.match(name) or _LAUNCHES.match(name)
             signature = (function.__doc__ or "").partition("\n")[0]
-            if name not in calls and (_OF_GRAPHS.match(name) or _WITH_STREAM.search(signature)):
+            if name not in calls and (named or _WITH_STREAM.search(signature)):
                 yield name
 
 
