@@ -208,7 +208,8 @@ class _Batch:
 
 
 class _Lookups(TorchFunctionMode):
-    """Turns `tensor[batch, position]` into a `_Value` of the tensor's entries."""
+    """Turns `tensor[batch, position]` into a `_Value` of the tensor's entries, and
+    `torch.tensor(True)` into a `Band` of all pairs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -217,6 +218,8 @@ class _Lookups(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(part, (_Batch, _Value)) for part in index):
                 return _looked_up(args[0], index)
+        if func is torch.tensor and args and isinstance(args[0], bool):
+            return Band(is_empty=not args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -23,6 +23,10 @@ from fa4_hd256.integrations.transformers.patterns import band_of
 BANDS = {
     "causal": (known.causal_mask_function, (0, None)),
     "bidirectional": (known.bidirectional_mask_function, (None, None)),
+    # EmbeddingGemma's full layers.
+    "a constant": (
+        known.or_masks(known.causal_mask_function, lambda *_: torch.tensor(True)), (None, None)
+    ),
     "window": (known.sliding_window_causal_mask_function(5), (0, 4)),
     "both sides": (known.sliding_window_bidirectional_mask_function(5), (-5, 5)),
     # Gemma 3's own, without the key at that distance.
