@@ -43,37 +43,28 @@ def test_launches_and_operators_run_in_their_order_at_each_replay(session):
         graph.replay()
 
 
-def test_compiled_functions_of_cute_dsl():
+def test_functions_of_cute_dsl_compiled_or_called_directly():
+    """Each call of a replay may touch its own tensors; the default stream is not captured."""
     cute = pytest.importorskip("cutlass.cute")
+    from cuda.bindings.driver import CUstream
     from cute_add import functions
     from cutlass.cute.runtime import from_dlpack
 
+    add_on, add_by_default = functions(cute, on_stream=True), functions(cute)
     with sm100_sim.attached() as session:
-        a, b = (torch.ones(32, device="cuda") for _ in range(2))
-        compiled = cute.compile(functions(cute), from_dlpack(a), from_dlpack(b))
+        a, b, c = (torch.ones(32, device="cuda") for _ in range(3))
+        compiled = cute.compile(add_on, from_dlpack(a), from_dlpack(b), CUstream(0))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            compiled(from_dlpack(a), from_dlpack(b))
-            compiled(from_dlpack(b), from_dlpack(b))
+            stream = CUstream(torch.cuda.current_stream().cuda_stream)
+            compiled(from_dlpack(a), from_dlpack(b), stream)
+            add_on(from_dlpack(b), from_dlpack(c), stream)
+            add_on(from_dlpack(a), from_dlpack(a), stream)
+            with pytest.raises(sm100_sim.errors.LaunchError, match="on the default stream"):
+                add_by_default(from_dlpack(a), from_dlpack(b))
         assert not session.reports and (b == 1).all()
         graph.replay()
-        assert (b == 4).all() and len(session.reports) == 2
-
-
-def test_functions_of_cute_dsl_that_are_called_directly():
-    """Each call of a replay may touch its own tensors."""
-    cute = pytest.importorskip("cutlass.cute")
-    from cute_add import functions
-    from cutlass.cute.runtime import from_dlpack
-
-    with sm100_sim.attached():
-        add_all, graph = functions(cute), torch.cuda.CUDAGraph()
-        a, b, c = (torch.ones(32, device="cuda") for _ in range(3))
-        with torch.cuda.graph(graph):
-            add_all(from_dlpack(a), from_dlpack(b))
-            add_all(from_dlpack(b), from_dlpack(c))
-        graph.replay()
-        assert (b == 2).all() and (c == 3).all()
+        assert (b == 2).all() and (c == 3).all() and len(session.reports) == 3
 
 
 def test_memory_made_in_a_capture_stays_with_the_graph(session):
@@ -116,6 +107,8 @@ def test_custom_operators_are_replayed_as_a_whole(session):
 
 def test_what_a_capture_refuses(session):
     x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="the default stream cannot be captured"):
+        graph.capture_begin()
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match="not permitted while a CUDA graph"):
             x.sum().item()

@@ -5,14 +5,16 @@ twice.
 import sys
 
 import torch
+from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 
-def functions(language, **launch):
+def functions(language, on_stream=False, **launch):
     """Return the host function as a compiler takes it: `cutlass.cute`, or its experimental twin.
 
-    launch: options of the launch beside the grid and the block.
+    on_stream: it has a stream as its last argument. launch: options of the launch beside the grid
+    and the block.
     """
 
     @language.kernel
@@ -24,7 +26,11 @@ def functions(language, **launch):
     def add(a: cute.Tensor, b: cute.Tensor):
         add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1), **launch)
 
-    return add
+    @language.jit
+    def add_on(a: cute.Tensor, b: cute.Tensor, stream: CUstream):
+        add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    return add_on if on_stream else add
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Session:
             return
 
         def launched(config: LaunchConfig) -> None:
+            graphs.refuse_default(config.kernel_name, config.stream)
             if not graphs.takes(config.stream):
                 self._launch(lambda launch: launch(config), _ranges(arguments, keywords))
                 return

@@ -2,7 +2,8 @@
 
 As on a GPU, a capture computes nothing: results of operators have their shapes, and operators that
 write into tensors wait for the replay. Tensors of a capture keep their memory as long as the graph.
-A capture by torch.cuda.graph takes the work of all streams, one by cuda.bindings that of its own.
+A capture by torch.cuda.graph takes the work of all streams but the default one, a capture by
+cuda.bindings that of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sm100_sim.errors import LaunchError
 from sm100_sim.host import LaunchConfig
 from sm100_sim.launcher import parsed_kernel
 
@@ -35,7 +37,7 @@ _shapes_only = [False]
 class Graph:
     """torch.cuda.CUDAGraph.
 
-    stream: handle of the stream whose work is captured; None for that of all streams.
+    stream: handle of the stream whose work is captured; None for that of all but the default one.
     """
 
     def __init__(self, keep_graph: bool = False, stream: int | None = None) -> None:
@@ -48,9 +50,12 @@ class Graph:
         return len(self._steps or ())
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Record what follows. Raises RuntimeError inside another capture."""
+        """Record what follows. Raises RuntimeError inside another capture, and on the default
+        stream."""
         if _open:
             raise RuntimeError("a CUDA graph is being captured already; captures do not nest")
+        if self.stream is None and streams.current() in streams.DEFAULTS:
+            raise RuntimeError("CUDAGraph.capture_begin: the default stream cannot be captured")
         self._steps = []
         _open.append(self)
         self._recorder = _Recorder(self)
@@ -93,19 +98,6 @@ class Graph:
         return 0, 0
 
 
-class Capture:
-    """torch.cuda.graph."""
-
-    def __init__(self, cuda_graph: Graph, pool: Any = None, stream: Any = None, **_: Any) -> None:
-        self._graph = cuda_graph
-
-    def __enter__(self) -> None:
-        self._graph.capture_begin()
-
-    def __exit__(self, *_: Any) -> None:
-        self._graph.capture_end()
-
-
 def open_capture() -> Graph | None:
     """Return the graph that is being captured, if any."""
     return _open[0] if _open else None
@@ -113,7 +105,10 @@ def open_capture() -> Graph | None:
 
 def takes(stream: int) -> bool:
     """Return True if work on a stream is left to the replay of the graph that is being captured."""
-    return bool(_open) and _open[0].stream in (None, stream)
+    if not _open:
+        return False
+    captured = _open[0].stream
+    return stream == captured if captured is not None else stream not in streams.DEFAULTS
 
 
 def is_capturing() -> bool:
@@ -139,7 +134,7 @@ def refuse_waiting(name: str, stream: int | None = None) -> None:
 
 def refuse_joining(name: str, stream: int, inside: bool, recorded: bool = True) -> None:
     """Raise for a stream that waits for an event of the capture, or the capture's for one of
-    another stream. In a capture of all streams there are no others.
+    another stream. A capture by torch.cuda.graph has all streams but the default one.
 
     name: the function that waits. inside: whether the event was recorded in a capture.
     recorded: whether it was recorded at all.
@@ -151,6 +146,16 @@ def refuse_joining(name: str, stream: int, inside: bool, recorded: bool = True) 
         )
     if takes(stream) and _open[0].stream is not None and recorded and not inside:
         raise RuntimeError(f"{name}: the captured stream waits for an event from outside")
+
+
+def refuse_default(kernel: str, stream: int) -> None:
+    """Raise LaunchError for a launch on the default stream while torch.cuda.graph captures another:
+    a GPU runs it at once, and no replay has it."""
+    if _open and _open[0].stream is None and stream in streams.DEFAULTS:
+        raise LaunchError(
+            f"{kernel} is launched on the default stream, which torch.cuda.graph does not capture; "
+            "launch on torch.cuda.current_stream()"
+        )
 
 
 def record(launch: Callable[[], Any], alive: Any) -> None:

@@ -146,6 +146,25 @@ class Event:
         (stream or _current_stream()).wait_event(self)
 
 
+class Capture:
+    """torch.cuda.graph: captures on a stream of its own, or on the one it is given."""
+
+    def __init__(
+        self, cuda_graph: graphs.Graph, pool: Any = None, stream: Stream | None = None, **_: Any
+    ) -> None:
+        self._graph, self._stream = cuda_graph, stream or Stream()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._stream)
+            self._graph.capture_begin()
+            stack.pop_all()
+
+    def __exit__(self, *_: Any) -> None:
+        self._graph.capture_end()
+        self._stream.__exit__()
+
+
 def _current_stream(device: Any = None) -> Stream:
     return _current[0]
 
@@ -211,7 +230,7 @@ _CUDA_FUNCTIONS: dict[str, Any] = {
     "current_stream": _current_stream, "default_stream": lambda device=None: _DEFAULT_STREAM,
     "set_stream": _set_stream, "stream": _stream, "device": _context,
     "Stream": Stream, "ExternalStream": ExternalStream, "Event": Event,
-    "CUDAGraph": graphs.Graph, "graph": graphs.Capture,
+    "CUDAGraph": graphs.Graph, "graph": Capture,
     "is_current_stream_capturing": graphs.is_capturing,
     "graph_pool_handle": lambda: (0, 0), "make_graphed_callables": _no_graphs,
     "manual_seed": _seed, "manual_seed_all": _seed,
