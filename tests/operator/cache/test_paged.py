@@ -52,7 +52,7 @@ def test_the_operator_by_itself_refuses_gradients(device):
     paged = Paged.of((40, 0), 16, device=device)
     q = queries(2, 3, 2, device=device).requires_grad_()
     arguments = of_operator(q, paged)
-    with pytest.raises(NotImplementedError, match="page_table, .*: no gradients"):
+    with pytest.raises(NotImplementedError, match="page_table: no gradients"):
         torch.ops.fa4_hd256.forward(*arguments)
     with torch.no_grad():
         torch.ops.fa4_hd256.forward(*arguments)

@@ -53,7 +53,7 @@ VALUES = {
     "use_clc": True, "out": torch.zeros(sum(OF_Q), HEADS, 256).bfloat16(),
     "block_mask": mask(last=False), "q_descale": torch.ones(1), "k_descale": torch.ones(1),
     "v_descale": torch.ones(1), "score_mod": alibi(torch.ones(HEADS)),
-    "tree_mask": torch.ones(4, 4, dtype=torch.bool), "mask_mod": MaskMod(near, "near"),
+    "tree_mask": torch.ones(4, 4, dtype=torch.bool), "mask_mod": MaskMod(near, "near, an option"),
     "backward_metadata": get_backward_metadata(int32(0, 2, 6)), "return_max_logits": True,
     "out_gate": torch.zeros(sum(OF_Q), HEADS).bfloat16(), "mxfp8_gradients": object(),
 }  # fmt: skip
