@@ -55,6 +55,7 @@ from lab.model.replays import (
 )
 from lab.model.samples import (
     BACKWARD_SAMPLES,
+    DIAGONAL_SAMPLES,
     LONGEST,
     SAMPLE_SOFTCAP,
     SAMPLE_SPLITS,
@@ -112,6 +113,20 @@ class Variant:
             step *= self.config.element_bytes / 2
         return Late((CLAIM_STEPS + LOADS_AHEAD) * step) if self.use_clc else 0
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an operand of the backward."""
+        return 1 if isinstance(self.config, Mxfp8BackwardConfig) else 2
+
+    @property
+    def diagonal(self) -> bool:
+        """Return True if masked steps have a cost of their own in a causal kernel without a window.
+        They have in mxfp8's of dV: its gradient warps set the pace, and only mask where it is
+        needed."""
+        of_dv = self.kernel.removesuffix(" partial") in (BACKWARD, "dv")
+        causal = self.kind.causal and not self.kind.window
+        return causal and of_dv and self.element_bytes == 1
+
     def num_splits(self, sample: Sample) -> int:
         if self.split_rows is None:
             return 1
@@ -120,7 +135,8 @@ class Variant:
     def chosen_samples(self) -> Samples:
         if self.samples:
             return self.samples
-        found = WINDOW_SAMPLES if self.kind.window else BACKWARD_SAMPLES
+        unlimited = DIAGONAL_SAMPLES if self.diagonal else BACKWARD_SAMPLES
+        found = WINDOW_SAMPLES if self.kind.window else unlimited
         if self.kernel.endswith(" partial"):
             # Each of two parts has a query head: an empty one's tiles tell nothing of others.
             return tuple((queries, 2 * heads, *others) for queries, heads, *others in found)
@@ -145,7 +161,7 @@ class Variant:
     def sample_tiles(self, sample: Sample) -> tuple[int, float]:
         """Return (tiles, masked work in all) of a sample."""
         if self.kernel != FORWARD:
-            return backward_tiles(self.kernel, sample)
+            return backward_tiles(self.kernel, sample, self.diagonal, self.element_bytes)
         work = forward_work(sample)
         return len(work) * self.num_splits(sample), sum(masked for _, masked in work)
 
@@ -263,12 +279,11 @@ class Ours(OurProvider):
             return found
 
         tiling = BackwardTiling(
-            variant.policy, True, True, ROWS, claims=variant.claims, gpu=gpu_of(machine)
-        )
+            variant.policy, True, True, ROWS, claims=variant.claims, gpu=gpu_of(machine),
+            element_bytes=variant.element_bytes, diagonal=variant.diagonal,
+        )  # fmt: skip
         paths: dict[str, Paths] = {}
         config: Any = variant.config or BackwardConfig()
-        if isinstance(config, Mxfp8BackwardConfig):
-            tiling = replace(tiling, element_bytes=1)
         return Backward(self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths)
 
 
@@ -294,8 +309,11 @@ def _source(variant: Variant, machine: Machine) -> Source:
         return found
 
     compiled, _ = call_on(machine, variant, samples[0])
-    pages = () if variant.page_size is None else (variant.page_size,)
-    return (digest(compiled.cubin), variant.kernel, variant.kind, samples, *pages), trace
+    others: tuple[Any, ...] = () if variant.page_size is None else (variant.page_size,)
+    if variant.element_bytes == 1 and variant.kind.window:
+        # Kept programs say their masked work.
+        others = *others, [variant.sample_tiles(sample) for sample in samples]
+    return (digest(compiled.cubin), variant.kernel, variant.kind, samples, *others), trace
 
 
 def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:

@@ -42,6 +42,9 @@ SAMPLE_SPLITS = 2
 
 #: Samples of the backward: (seqlen, query heads of one KV head).
 BACKWARD_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
+#: Samples of a causal kernel whose masked steps have a cost of their own. Of the steps of one up to
+#: 1,024 tokens two fifths or more are masked; of the last one's, two ninths.
+DIAGONAL_SAMPLES = (*BACKWARD_SAMPLES, (2048, 1))
 #: Samples of kernels with one tile per cluster, whose tiles are to be of different length.
 BACKWARD_SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
 #: Stated longest packed sequence, where only a sample's is there: what an empty tile costs.
@@ -68,9 +71,13 @@ def forward_work(sample: Sample) -> list[tuple[float, float]]:
     return found * heads
 
 
-def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
+def backward_tiles(
+    which: str, sample: Sample, diagonal: bool = False, element_bytes: int = 2
+) -> tuple[int, float]:
     """Return (tiles, masked work in all) of a sample of a kernel of the backward
-    (`backward.Backward`); nothing masked without a window, nor in the products of a dS."""
+    (`backward.Backward`); nothing masked in the products of a dS, nor without a window, unless
+    `diagonal`. diagonal: masked steps of a causal kernel count, too. element_bytes: as
+    `tiles.BackwardTiling`."""
     seqlen, heads, left, _ = parts_of(sample)
     lengths, bounds = (seqlen, seqlen), (left, 0)
     # Each of the two heads' parts has tiles of its own where parts of a group are summed.
@@ -82,7 +89,7 @@ def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
         "dv": len(blocks) * parts,
         "products": len(blocks) * (1 + -(-heads // parts)) * parts,
     }[kernel]
-    if left is None or kernel == "products":
+    if left is None and not diagonal or kernel == "products":
         return tiles, 0.0
     units: dict[str, tuple[float, list[Any]]] = {
         "dq": (DQ, [dq_units(block, lengths, bounds) for block in blocks]),
@@ -90,4 +97,4 @@ def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
         "dv": (DV, [dv_steps(block, lengths, bounds) for block in blocks]),
     }
     work, of_blocks = units[kernel]
-    return tiles, work * heads * sum(masked for _, masked in of_blocks)
+    return tiles, work * element_bytes / 2 * heads * sum(masked for _, masked in of_blocks)

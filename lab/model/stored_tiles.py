@@ -52,7 +52,7 @@ def dv_tiles(
     partial = head_parts > 1 if partial is None else partial
     # K and V are read, dV and dS written.
     result = PARTIAL_ROW if partial else ROW
-    masks, size = case.window[0] is not None, tiling.element_bytes / 2
+    masks, size = case.window[0] is not None or tiling.diagonal, tiling.element_bytes / 2
 
     @functools.cache
     def of(block: int, query_heads: int, lengths: Lengths) -> Tile:

@@ -122,7 +122,8 @@ class BackwardTiling:
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many). claims: as `ForwardTiling`'s, of the
     operands that stay for a tile. gpu: whose L2 and CTA pairs the order and the splitting of a call
-    are made for. element_bytes: of an operand; of 1 the MMAs take half as long.
+    are made for. element_bytes: of an operand; of 1 the MMAs take half as long. diagonal: whether
+    masked steps of dV have a cost of their own in a causal call without a window, too.
     """
 
     policy: str
@@ -132,6 +133,7 @@ class BackwardTiling:
     claims: int | Late | None = None
     gpu: Gpu = B200
     element_bytes: int = 2
+    diagonal: bool = False
 
 
 class Parts(NamedTuple):

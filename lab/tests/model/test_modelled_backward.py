@@ -11,6 +11,7 @@ import sm100_sim
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
 from fa4_hd256.check.reference import visible
+from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
 from lab.model import backward as model_of_backward
 from lab.model import ours, samples
 from lab.model.backward import Backward
@@ -18,10 +19,11 @@ from lab.model.calls import Chunk, Kind, backward_chunks
 from lab.model.machines import B200, gpu_of
 from lab.model.peers import flash_attn_4 as theirs
 from lab.model.replays import Replayed
-from lab.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
+from lab.model.stored_tiles import DS, DV, PRODUCT, dv_steps, dv_tiles, product_tiles
 from lab.model.tiles import DKDV, DQ, ROW, BackwardTiling, dkdv_tiles, dq_tiles
 from lab.paths import Paths
-from lab.whole.problem import TileCosts, hbm_bytes
+from lab.whole.problem import Sample as Fitted
+from lab.whole.problem import TileCosts, fit, hbm_bytes
 from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
@@ -305,6 +307,78 @@ def test_masked_work_of_samples_is_that_of_their_tiles(which):
         found = samples.backward_tiles(which, (seqlen, heads, left))
         assert found == (len(tiles), masked)
     assert samples.backward_tiles(which, (512, 2))[1] == 0.0
+
+
+MXFP8_DV = ours.Variant(Kind(True), config=Mxfp8BackwardConfig(), kernel="dv")
+MXFP8 = replace(OURS, element_bytes=1, diagonal=True)
+
+
+@pytest.mark.parametrize("kernel", ["dv", "dv partial"])
+@pytest.mark.parametrize("kind", [Kind(True), Kind(True, window=True)])
+def test_masked_work_of_mxfp8_s_samples_is_that_of_their_tiles(kernel, kind):
+    """Half of bf16's, as the MMAs take half as long; without a window the diagonal counts."""
+    variant = replace(MXFP8_DV, kernel=kernel, kind=kind)
+    head_parts = 2 if kernel.endswith("partial") else 1
+    for sample in variant.chosen_samples():
+        seqlen, heads, left, _ = samples.parts_of(sample)
+        case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
+        seen = visible((seqlen, seqlen), case.bounds).numpy()
+        steps = seen.reshape(seqlen // 128, 128, seqlen // 256, 256)
+        partly = steps.any(axis=(1, 3)) & ~steps.all(axis=(1, 3))
+        tiles = dv_tiles(case, replace(MXFP8, diagonal=not kind.window), head_parts)
+        masked = DV / 2 * heads * partly.sum()
+        assert sum(tile.masked for tile in tiles) == masked > 0
+        assert variant.sample_tiles(sample) == (len(tiles), masked)
+
+
+@pytest.mark.parametrize("kernel", ["dv", "dv partial"])
+def test_samples_of_mxfp8_s_dv_tell_masked_steps_apart(kernel):
+    """Costs that a made-up kernel has are found again."""
+    variant, rows = replace(MXFP8_DV, kernel=kernel), []
+    for sample in variant.chosen_samples():
+        seqlen, heads = sample[:2]
+        blocks, lengths = range(seqlen // 256), (seqlen, seqlen)
+        work = DV / 2 * heads * sum(dv_steps(block, lengths, (None, 0))[0] for block in blocks)
+        tiles, masked = variant.sample_tiles(sample)
+        clocks = 5000.0 + 4000.0 * tiles + 2.0 * work + 0.25 * masked
+        rows.append(Fitted(tiles, work, clocks, masked))
+    found = fit(rows, single=False)
+    costs = found.begin, found.each, found.rate, found.mask
+    assert costs == pytest.approx((5000.0, 4000.0, 2.0, 0.25))
+    assert min(row.masked / row.work for row in rows) < 0.25
+
+
+OTHER_KERNELS = [
+    *(ours.Variant(Kind(causal), config=Mxfp8BackwardConfig(), kernel=kernel)
+      for causal in (False, True) for kernel in ("products", "products partial")),
+    ours.Variant(Kind(False), config=Mxfp8BackwardConfig(), kernel="dv"),
+    *(ours.Variant(Kind(causal), kernel=kernel)
+      for causal in (False, True) for kernel in (*TILES_OF, "dv partial")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", OTHER_KERNELS, ids=lambda one: one.kernel)
+def test_no_other_kernel_tells_masked_steps_apart_without_a_window(variant):
+    """All others keep their samples, and so the figures of their replays."""
+    heads = 2 if variant.kernel.endswith("partial") else 1
+    expected = tuple((rows, n * heads) for rows, n in samples.BACKWARD_SAMPLES)
+    assert variant.chosen_samples() == expected and not variant.diagonal
+    assert not any(variant.sample_tiles(sample)[1] for sample in expected)
+    tiling = replace(OURS, element_bytes=variant.element_bytes, diagonal=variant.diagonal)
+    tiles_of = {"dv": dv_tiles, "products": product_tiles, "dkdv": dkdv_tiles,
+                "dq": lambda case, tiling, parts: dq_tiles(case, tiling)}  # fmt: skip
+    found = tiles_of[variant.kernel.removesuffix(" partial")](CAUSAL, tiling, heads)
+    assert not any(tile.masked for tile in found)
+
+
+@pytest.mark.parametrize("config", [None, Mxfp8BackwardConfig()])
+@pytest.mark.parametrize("kind", [Kind(False), Kind(True), Kind(True, window=True)])
+def test_tiles_and_samples_of_a_backward_agree_on_what_is_told_apart(config, kind):
+    variant = ours.Variant(kind, config=config, kernel="backward")
+    tiling = ours.Ours().backward(variant, MACHINE, 0).tiling
+    of_samples = replace(variant, kernel="dv").diagonal
+    assert tiling.diagonal == of_samples == (config is not None and kind == Kind(True))
+    assert tiling.element_bytes == (2 if config is None else 1)
 
 
 def test_empty_tiles_cost_what_they_add_to_a_replay():
