@@ -76,7 +76,7 @@ def _load(fence: str = "", stored: int = 0) -> Timed:
 
 
 def test_tma_works_in_order():
-    """Behind 16 and 64 KiB of stores a load comes 582 and 2,047 clocks later
+    """Loads behind 16 and 64 KiB of stores come 582 and 2,047 clocks later
     (lab/micro/whole_gpu_measured.json)."""
     alone = micro_replays.clocks(_load(), H200)
     for stored, later in ((16, 582), (64, 2047)):
