@@ -1,8 +1,7 @@
-"""The tests that `make test` leaves out, as tests/README.md lists them.
+"""The tests that `make test` leaves out, as tests/README.md counts them.
 
-`python tests/helpers/left_out.py` writes the page again. A file's row says what its tests are for,
-in the first sentence of its docstring, and names its tests with the mark `sampled`: a name says
-what its test holds.
+`python tests/helpers/left_out.py` writes the page again. A row is a folder: what its tests guard,
+and its files with the mark `sampled`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,30 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = "tests/README.md"
 FOLDERS = ("tests", "sm100_sim/tests")
 #: Stands before the first row.
-HEAD = "| tests of | left out whole | cases that `make test` runs |\n|---|---|---|\n"
+HEAD = "| folder | what its tests guard | left out: in whole / in part |\n|---|---|---|\n"
+#: Folder -> what its tests guard. A folder without an entry is described by the one above it.
+GUARDS = {
+    "tests": "the wheel; tolerances under other settings of BLAS libraries",
+    "tests/bench": "commands of `bench` and stages of bringup, as a user runs them without a GPU",
+    "tests/operator/attention": "dense and packed calls, forward and backward, against float64",
+    "tests/operator/cache": "KV caches: pages, left padding, new rows, e4m3, NVFP4",
+    "tests/operator/call": "backwards divided into chunks",
+    "tests/operator/compat": "flash-attn-4's score_mod and mask_mod in our kernels",
+    "tests/operator/gpus": "one binary for every GPU of a family",
+    "tests/operator/integrations": "transformers, SDPA, vLLM, SGLang: their own classes and models",
+    "tests/operator/integrations/context_parallel": "attention over two and four processes",
+    "tests/operator/kernels": "machine code, work, races and schedules of each kernel",
+    "tests/operator/masks_and_scores": "block masks, tree masks, mask_mods and score_mods",
+    "tests/operator/package": "examples; the package under another name",
+    "tests/operator/pytorch": "autograd, torch.compile, torch.func, opcheck, FLOPs",
+    "tests/operator/run": "plans, compiled and prebuilt kernels, warm_up, SM counts",
+    "tests/softmax_emu": "the exp2 polynomials: their fit, and the device code",
+    "sm100_sim/tests": "examples of the simulator",
+    "sm100_sim/tests/third_party": "other projects' kernels, unmodified, in the simulator",
+    "sm100_sim/tests/timing": "the timing model",
+    "sm100_sim/tests/tools": "vectors and rules recorded on GPUs",
+    "sm100_sim/tests/translate": "translated kernels on disk",
+}  # fmt: skip
 
 
 class LeftOut(NamedTuple):
@@ -60,25 +82,26 @@ def left_out(tree: ast.Module) -> LeftOut:
     return found
 
 
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring in one line."""
-    return " ".join(text.split()).split(". ")[0].rstrip(".:")
+def guards(folder: str) -> str:
+    """Return the entry of `GUARDS` that describes a folder."""
+    while folder not in GUARDS:
+        folder = folder.rpartition("/")[0]
+    return folder
 
 
 def rows(root: Path) -> Iterator[str]:
-    """Yield a row of the page for each file with the mark."""
+    """Yield a row of the page for each folder: `backward 4/5` says that four tests of
+    test_backward.py are left out in whole and five in part."""
+    found: dict[str, list[str]] = {}
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("test_*.py")):
-            tree = ast.parse(path.read_text("utf-8"))
-            whole, some = left_out(tree)
+            whole, some = left_out(ast.parse(path.read_text("utf-8")))
             if whole or some:
-                link = path.relative_to(root).as_posix()
-                cases = "; ".join(f"{test}: {', '.join(kept)}" for test, kept in some.items())
-                doc = first_sentence(ast.get_docstring(tree) or "")
-                if folder != "tests":
-                    doc = doc.replace("docs/", "sm100_sim/docs/")  # of the simulator's project
-                cells = (f"[{path.stem}](../{link}): {doc}", "; ".join(whole), cases)
-                yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+                described = guards(path.parent.relative_to(root).as_posix())
+                name = path.stem.removeprefix("test_")
+                found.setdefault(described, []).append(f"{name} {len(whole)}/{len(some)}")
+    for folder, files in found.items():
+        yield f"| {folder} | {GUARDS[folder]} | {', '.join(files)} |\n"
 
 
 def written(root: Path) -> str:
