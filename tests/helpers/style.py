@@ -111,14 +111,8 @@ PACKAGES = {
             ("", ()),
             ("/forward", (f"fa4_hd256/kernels/{folder}",)),
             ("/backward", (f"fa4_hd256/kernels/{folder}",)),
-            (
-                "/architecture",
-                [f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER],
-            ),
-            (
-                "/proof",
-                [_PROOF, *(f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER)],
-            ),
+            ("/architecture", [f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER]),
+            ("/proof", [_PROOF, *(f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER)]),
         )
     },
     "fa4_hd256/call": _CALL,

@@ -303,11 +303,7 @@ def test_decoding_a_tile_costs_no_division(scheduler_class):
 
 @pytest.mark.parametrize(
     ("scheduler_class", "clusters"),
-    [
-        (StaticPersistentScheduler, (4, 30)),
-        (ClcScheduler, (30, 30)),
-        (CounterScheduler, (4, 30)),
-    ],
+    [(StaticPersistentScheduler, (4, 30)), (ClcScheduler, (30, 30)), (CounterScheduler, (4, 30))],
 )
 def test_grid_shapes(scheduler_class, clusters):
     problem = TileProblem(5, 3, 2)

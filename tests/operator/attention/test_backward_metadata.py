@@ -20,11 +20,7 @@ from fa4_hd256.run import backward
 #: Queries and keys of sequences: of one block, of several with rests, none on either side.
 LENGTHS = ((300, 0, 40, 513), (300, 70, 0, 600))
 
-MASKS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (100, 30)},
-}
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (100, 30)}}
 
 
 @pytest.fixture

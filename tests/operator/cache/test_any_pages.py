@@ -40,8 +40,7 @@ def test_decoding(page_size, longest, device):
 
 # Several tiles of queries, of several KV heads, under both schedulers; each layout once.
 @pytest.mark.parametrize(
-    ("page_size", "layout"),
-    [(1, "nhd"), (3, "hnd"), (8, "pages of both"), (40, "rows of both")],
+    ("page_size", "layout"), [(1, "nhd"), (3, "hnd"), (8, "pages of both"), (40, "rows of both")]
 )
 @pytest.mark.sampled("static-3-hnd")
 def test_prefill(page_size, layout, use_clc, device):

@@ -61,10 +61,7 @@ def engine(device):
 
 @pytest.mark.parametrize(
     "layer_options, options",
-    [
-        ({}, {}),
-        ({"window": 11, "logit_cap": 30.0}, {"window_size": (11, 0), "softcap": 30.0}),
-    ],
+    [({}, {}), ({"window": 11, "logit_cap": 30.0}, {"window_size": (11, 0), "softcap": 30.0})],
     ids=["plain", "Gemma 2"],
 )
 @pytest.mark.parametrize("page_size", [16, 1])

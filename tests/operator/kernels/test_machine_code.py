@@ -1,135 +1,236 @@
-"""Machine code of the pair kernels: registers of the roles against those of the launch, fences."""
+"""Machine code of the kernels: registers of the roles within their budgets, no spills, and loops in
+which tensor cores and arithmetic overlap."""
 
 from __future__ import annotations
 
-import heapq
-import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from backward_cases import gradients, inputs
-from machine_code import (
-    letters,
-    look_ups_of_steps,
-    no_step_looks_up,
-    nothing_is_spilled,
-    roles_have_their_registers,
-)
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.kernels.blackwell.backward.config import (
-    BackwardWarpPlan,
-    DkdvPlan,
-    DqPlan,
-    DvPlan,
-    ProductsPlan,
-)
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
-from fa4_hd256.kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
+from fa4_hd256.kernels.hopper import architecture as hopper
+from fa4_hd256.kernels.hopper.backward.config import BackwardConfig as HopperBackward
+from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3 as HOPPER_DECODE_E4M3
+from fa4_hd256.kernels.hopper.forward.config import ForwardConfig as HopperForward
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
-from fa4_hd256.kernels.problem_class import FunctionClass, GradientClass, ProblemClass
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.kernels.problem_class import (
+    E4M3,
+    OF_PAGES,
+    OF_SEQUENCES,
+    GradientClass,
+    ProblemClass,
+)
+from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
+from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
+from fa4_hd256.kernels.small.backward_sum import SumConfig
+from fa4_hd256.kernels.small.combine_config import CombineClass
+from fa4_hd256.kernels.small.tail_rows import TailClass, TailConfig
+from fa4_hd256.run.catalogue import KernelSpec, append_spec
 from fa4_hd256.run.compile import compile_kernel
-from sm100_sim.errors import Hang
+from fa4_hd256.run.resources import resource_usage
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.host.cubin import launch_registers
-from sm100_sim.timing.machine_code.sass import disassemble
+from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
 
-BF16 = torch.bfloat16
-CAUSAL = ProblemClass(BF16, bounded_right=True)
-PAIR_KERNELS = {
-    "forward": (ForwardConfig(), CAUSAL),
-    "backward_dv": (BackwardConfig(), GradientClass(CAUSAL)),
-    "backward_products": (BackwardConfig(), GradientClass(CAUSAL)),
-    "backward_dkdv": (BackwardConfig(), GradientClass(CAUSAL)),
-    "backward_dq": (BackwardConfig(), GradientClass(CAUSAL)),
-}
+BF16, PACKED = torch.bfloat16, ("cu_seqlens_q", "cu_seqlens_k")
+FULL, CAUSAL = ProblemClass(BF16), ProblemClass(BF16, bounded_right=True)
+WINDOW = replace(CAUSAL, bounded_left=True)
+HOPPER = named("sm_90a")
 
 
-def compiled(kind: str, use_clc: bool = False, ragged: tuple[str, ...] = ()):
-    """Return (kernel, the register plan of its configuration)."""
-    config, variant = PAIR_KERNELS[kind]
-    # Packed heads beside packed sequences, as test_kernel_structure has them: one kernel for both.
-    heads = 2 if ragged and kind == "forward" else 1
-    problem = replace(CAUSAL, use_clc=use_clc, ragged=ragged, packed_heads=heads)
-    variant = problem if kind == "forward" else replace(variant, problem=problem)
-    if kind == "forward":
-        return compile_kernel(KernelSpec(kind, config, variant)), config.warps.registers
-    config = config.of_kernel(kind)
-    return compile_kernel(KernelSpec(kind, config, variant)), config.plan.warps.registers
+def hopper_spec(kind: str, config: Any, problem_class: Any) -> KernelSpec:
+    return KernelSpec(kind, config, problem_class, HOPPER)
 
 
-@pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward", "backward_products")
-def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
-    """The pool that the budgets are checked against is the pool in the machine code."""
-    kernel, plan = compiled(kind)
-    assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
+def of_blackwell() -> dict[str, KernelSpec]:
+    """Kernels of Blackwell with tensor cores, of the calls that take most registers."""
+    forwards = {
+        "full": FULL,
+        "causal, fp16": ProblemClass(torch.float16, bounded_right=True),
+        "window": WINDOW,
+        "softcap, sink": replace(FULL, negative_scale=True, softcap=True, sink=True),
+        "packed, clc": replace(CAUSAL, ragged=PACKED, use_clc=True, packed_heads=2),
+        "packed, window": replace(WINDOW, sink=True, ragged=PACKED, packed_heads=8),
+        "split, clc": replace(FULL, use_clc=True, packed_heads=8, split=True),
+        "split, window": replace(WINDOW, sink=True, split=True),
+    }
+    found = {f"forward, {name}": KernelSpec("forward", ForwardConfig(), one)
+             for name, one in forwards.items()}  # fmt: skip
+    mixed = ForwardConfig(ex2_pattern=Ex2Pattern(4, 3))
+    found["forward, mixed"] = KernelSpec("forward", mixed, FULL)
+    capped = replace(WINDOW, dtype=torch.float16, softcap=True, ragged=PACKED)
+    backwards = {
+        "causal": CAUSAL,
+        "packed": replace(CAUSAL, ragged=PACKED),
+        "packed, clc": replace(CAUSAL, ragged=PACKED, use_clc=True),
+        "capped": replace(capped, negative_scale=True),
+        "capped, used": replace(capped, ragged=(*PACKED, "seqused_q", "seqused_k")),
+    }
+    for kind in ("dq", "dkdv", "dv", "products"):
+        config = BackwardConfig().of_kernel(f"backward_{kind}")
+        for name, one in backwards.items():
+            # Parts of a group, but of dQ, which has none.
+            own = GradientClass(one, partial=kind != "dq")
+            found[f"{kind}, {name}"] = KernelSpec(f"backward_{kind}", config, own)
+    heads = {16: 16, 32: 16, 64: 6}
+    for config in (*DECODE, *DECODE_E4M3, *DECODE_NVFP4):
+        tiles, rows = config.tiles, config.rows
+        own = replace(WINDOW, packed_heads=heads[rows], split=True, kv_dtype=tiles.kv_dtype)
+        found[f"{tiles.kind}, {rows}"] = KernelSpec(tiles.kind, config, own)
+    return found
 
 
-@pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward", "backward_products")
-def test_no_role_names_a_register_that_its_budget_lacks(kind):
-    """Every path behind each setmaxnreg of the machine code is checked."""
-    kernel, plan = compiled(kind)
-    (function,) = disassemble(kernel.cubin).values()
-    roles_have_their_registers(function, plan)
+def of_hopper() -> dict[str, KernelSpec]:
+    """Kernels of Hopper with tensor cores."""
+    everything = replace(
+        WINDOW, negative_scale=True, softcap=True, sink=True, packed_heads=8, use_clc=True,
+        ragged=PACKED,
+    )  # fmt: skip
+    short = HopperForward(block_kv=64)
+    found = {
+        "Hopper, long": hopper_spec("forward", HopperForward(), FULL),
+        "Hopper, window": hopper_spec("forward", short, WINDOW),
+        "Hopper, everything": hopper_spec("forward", short, everything),
+        "Hopper, long, everything": hopper_spec("forward", HopperForward(), everything),
+        "Hopper, pair": hopper_spec("forward", HopperForward(ctas=2), WINDOW),
+    }
+    causal = replace(CAUSAL, use_clc=True)
+    classes = {
+        "full": FULL,
+        "packed": replace(causal, bounded_left=True, ragged=PACKED),
+        "capped": replace(WINDOW, softcap=True, negative_scale=True),
+    }
+    for kind in ("dv", "products", "single_dq", "single_dk", "single_dv"):
+        config = HopperBackward().of_kernel(f"backward_{kind}")
+        for name, one in classes.items():
+            # The products of a stored dS have no scores.
+            if (kind, name) != ("products", "capped"):
+                own = GradientClass(one)
+                found[f"Hopper, {kind}, {name}"] = hopper_spec(f"backward_{kind}", config, own)
+    pages = replace(
+        WINDOW, kv_dtype=E4M3, softcap=True, sink=True, use_clc=True, split=True, page_size=16,
+        descale=OF_PAGES, ragged=("cu_seqlens_q", "seqused_k", "page_table"),
+    )  # fmt: skip
+    for config in HOPPER_DECODE_E4M3:
+        own = replace(pages, packed_heads=config.rows // 2)
+        found[f"Hopper, e4m3, {config.rows}"] = hopper_spec("forward_decode_e4m3", config, own)
+    queries = replace(causal, q_dtype=E4M3, kv_dtype=E4M3, packed_heads=2, descale=OF_SEQUENCES)
+    for name, config in (("in kernel", hopper.E4M3), ("before", hopper.E4M3_COLUMNS)):
+        found[f"Hopper, e4m3, V^T {name}"] = hopper_spec("forward_e4m3", config, queries)
+    return found
 
 
-@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-@pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward-clc")
-def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
-    """MEMBAR.ALL.GPU, hundreds of clocks, stands before two cluster barriers and nowhere else: the
-    one after tensor memory is allocated and the one before the CTAs exit."""
-    kernel, _ = compiled(kind, use_clc)
-    (function,) = disassemble(kernel.cubin).values()
-    order = [i.opcode for i in function.instructions
-             if i.opcode.startswith(("MEMBAR.ALL.GPU", "UCGABAR_ARV"))]  # fmt: skip
-    assert order == ["UCGABAR_ARV", *2 * ["MEMBAR.ALL.GPU", "UCGABAR_ARV"]]
+KERNELS = of_blackwell() | of_hopper()
+#: Kernels without tensor cores, and the registers of a thread that let an SM have as many warps as
+#: they are launched with.
+SMALL = {
+    "sum": (KernelSpec("backward_sum", SumConfig(), BF16), 40),
+    "tail": (
+        KernelSpec(
+            "tail_rows", TailConfig(),
+            TailClass(("q", "k", "k"), ("q", "k"), ds=MaskKind(bounded_right=True)),
+        ), 40,
+    ),
+    "preprocess": (
+        KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(BF16)), 64,
+    ),
+    "combine": (
+        KernelSpec("forward_combine", kernels_of(named("sm_100a")).combine.of(4, 32),
+                   CombineClass(BF16)), 64,
+    ),
+    "combine, 64": (
+        KernelSpec("forward_combine", kernels_of(HOPPER).combine.of(64, 4096),
+                   CombineClass(torch.float16), HOPPER), 64,
+    ),
+    "append": (append_spec(AppendClass(BF16, False, True, E4M3, OF_PAGES), named("sm_100a")), 48),
+    "append, rotary": (
+        append_spec(
+            AppendClass(BF16, True, True, E4M3, OF_PAGES,
+                        RotaryClass(torch.float32, False, ordered=True, packed=True)), HOPPER
+        ), 255,
+    ),
+}  # fmt: skip
+#: Bytes of a thread's stack that kernels have. Only lower it. The address of shared memory, one
+#: uniform register that ptxas keeps there, whatever the budgets.
+STACK = {"forward_decode, 64": 8}
 
 
-#: A step of the softmax: two stores, exponentials of the third fragment, only then the wait for the
-#: stores (NOTE [stores hidden by exponentials]), the signal, and the same for the second half.
-STEP = re.compile("Sx+Sx{24,}Wx*Ax*Sx*SWA")
-LETTERS = {"STTM": "S", "MUFU.EX2": "x", "FENCE.VIEW.ASYNC.T": "W", "SYNCS.ARRIVE.TRANS64.RED": "A"}
+def code_of(name: str) -> tuple[Any, SassFunction]:
+    """Return (kernel, its function with most instructions: V may be transposed by another)."""
+    kernel = compile_kernel(KERNELS[name])
+    functions = disassemble(kernel.cubin).values()
+    return kernel, max(functions, key=lambda one: len(one.instructions))
 
 
-@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
-    """Stores are hidden in both loops, with a mask and without; ptxas orders arithmetic as it
-    likes."""
-    kernel, _ = compiled("forward", use_clc)
-    (function,) = disassemble(kernel.cubin).values()
-    opcodes = [i.opcode for i in function.instructions]
-    end = [n for n, opcode in enumerate(opcodes) if opcode.startswith("USETMAXREG")][1]
-    softmax = letters(function.instructions[:end], LETTERS)
-    assert len(STEP.findall(softmax)) == 2, softmax
-    # Such as they would be with the wait where the stores are.
-    assert not STEP.findall(re.sub("(x+)W", r"W\1", softmax))
+REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
+#: Registers of a tcgen05.ld or st, which names the first of them.
+TMEM_WIDTH = re.compile(r"(?:LDTM|STTM)\.x(\d+)")
 
 
-@pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward")
-def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
-    """A look-up in no step costs no spill either."""
-    kernel, plan = compiled(kind, True, ("cu_seqlens_q", "cu_seqlens_k"))
-    nothing_is_spilled(kernel, plan)
-    (function,) = disassemble(kernel.cubin).values()
-    no_step_looks_up(function)
+def beyond(function: SassFunction, start: int, budget: int) -> list[str]:
+    """Instructions after number `start` on any path that name a register the budget lacks."""
+    found, seen = [], set()
+    first = function.block_of[start]
+    pending = [(first, start + 1)]
+    while pending:
+        index, begin = pending.pop()
+        block = function.blocks[index]
+        for instruction in function.instructions[begin : block.stop]:
+            own = [int(number) for number in REGISTER.findall(instruction.operands)]
+            width = TMEM_WIDTH.match(instruction.opcode)
+            if own and max(own) + (int(width[1]) if width else 1) > budget:
+                found.append(instruction.text)
+        for successor in block.successors:
+            if successor not in seen:
+                seen.add(successor)
+                pending.append((successor, function.blocks[successor].start))
+    return found
 
 
-@pytest.mark.sampled
-def test_a_step_of_listed_products_looks_up_its_tile_and_that_of_ds():
-    """The facts of its row of blocks are read once per tile."""
-    kernel, plan = compiled("backward_products", True, MASK_GRADIENTS)
-    nothing_is_spilled(kernel, plan)
-    (function,) = disassemble(kernel.cubin).values()
-    assert look_ups_of_steps(function) == [2]
+def plan_of(spec: KernelSpec) -> RegisterPlan:
+    config = spec.config
+    return getattr(config, "plan", config).warps.registers
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.sampled(
+    "forward, packed, clc", "products, packed", "Hopper, everything", "Hopper, dv, packed",
+    "Hopper, e4m3, V^T before",
+)  # fmt: skip
+def test_roles_have_their_registers(name):
+    """The launch has the registers of the plan, nothing is spilled, and behind each setmaxnreg no
+    path names a register that the budget lacks."""
+    kernel, function = code_of(name)
+    plan, usage = plan_of(KERNELS[name]), resource_usage(kernel.cubin)
+    assert plan.at_launch in launch_registers(kernel.cubin).values()
+    assert usage.local == 0 and usage.stack <= STACK.get(name, 0)
+    budgets = []
+    for number, instruction in enumerate(function.instructions):
+        if instruction.base == "USETMAXREG":
+            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
+            assert beyond(function, number, budgets[-1]) == []
+            # The check can fail: no role does with two.
+            assert beyond(function, number, 2) != []
+    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+
+
+@pytest.mark.parametrize(("spec", "most"), SMALL.values(), ids=SMALL)
+@pytest.mark.sampled("sum", "tail", "preprocess", "combine", "append")
+def test_small_kernels_keep_their_values_in_registers(spec, most):
+    usage = resource_usage(compile_kernel(spec).cubin)
+    assert usage.stack == usage.local == 0 and usage.registers <= most
 
 
 @pytest.mark.parametrize("plan", [ForwardWarpPlan, BackwardWarpPlan])
@@ -142,57 +243,90 @@ def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
         plan(registers_other=other + 8)
 
 
-@pytest.mark.parametrize("kind", ["dv", "products", "dkdv", "dq"])
-@pytest.mark.sampled
-def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
-    """Warpgroups that together want all 65,536 registers wait for the last 1,024."""
-    monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
-    warps = BackwardWarpPlan(registers_other=64)
-    assert warps.registers.needed == 65_536
-    plans = {"dv": DvPlan, "products": ProductsPlan, "dkdv": DkdvPlan, "dq": DqPlan}
-    plan = plans[kind](warps=warps)
-    memory = 0 if kind in ("dkdv", "dq") else BackwardConfig().ds_bytes
-    config = BackwardConfig(**{kind: plan}, ds_bytes=memory)
-    tensors = inputs((128, 128), (1, 1))
-    with pytest.raises(Hang) as caught:
-        gradients(tensors, torch.randn_like(tensors[0]), backward_config=config)
-    first = " ".join(str(caught.value).split("Waiting:\n")[1].splitlines()[:2])
-    assert "setmaxnreg.inc" in first and "registers are free in the CTA's pool" in first
-    assert "the launch gave the CTA 64512, 168 a thread" in first
+# ------------------------------------------------------------------------------- overlap
 
 
-def _window(batch, head, query, key, tensors):
-    return (key <= query) & ((query - key <= 300) | (key < 4))
+def letters(instructions: Iterable[Any], letter_of: Mapping[str, str]) -> str:
+    """Return a letter for each instruction whose opcode begins like a key of `letter_of`, in
+    order."""
+    return "".join(
+        next((letter for start, letter in letter_of.items() if i.opcode.startswith(start)), "")
+        for i in instructions
+    )
 
 
-def shortest_turn(function, start: int) -> int:
-    """Instructions of the shortest way from one back to it."""
-    home, least = function.block_of[start], {}
-    pending = [(0, home)]
-    while pending:
-        count, index = heapq.heappop(pending)
-        if count and index == home:
-            return count
-        block = function.blocks[index]
-        for successor in block.successors:
-            found = count + block.stop - block.start
-            if found < least.get(successor, math.inf):
-                least[successor] = found
-                heapq.heappush(pending, (found, successor))
-    raise AssertionError("no way back")
+#: A step of Blackwell's softmax: two stores, exponentials of the third fragment, only then the wait
+#: for the stores (NOTE [stores hidden by exponentials]), the signal, and the same for the second
+#: half.
+STEP = re.compile("Sx+Sx{24,}Wx*Ax*Sx*SWA")
+LETTERS = {"STTM": "S", "MUFU.EX2": "x", "FENCE.VIEW.ASYNC.T": "W", "SYNCS.ARRIVE.TRANS64.RED": "A"}
 
 
-def _shortest_step() -> int:
-    """Instructions of a softmax step of a forward with a mask_mod, on the shortest path."""
-    function = FunctionClass(MaskMod.of(_window).key)
-    problem = ProblemClass(BF16, ragged=(MASK_STEPS,), mask_mod=function)
-    kernel = compile_kernel(KernelSpec("forward", ForwardConfig(), problem))
-    (code,) = disassemble(kernel.cubin).values()
-    names = [instruction.opcode for instruction in code.instructions]
-    return shortest_turn(code, names.index("LDTM.x64"))
+def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials():
+    """Stores are hidden in both loops, with a mask and without; ptxas orders arithmetic as it
+    likes."""
+    kernel = compile_kernel(KernelSpec("forward", ForwardConfig(), CAUSAL))
+    (function,) = disassemble(kernel.cubin).values()
+    opcodes = [i.opcode for i in function.instructions]
+    end = [n for n, opcode in enumerate(opcodes) if opcode.startswith("USETMAXREG")][1]
+    softmax = letters(function.instructions[:end], LETTERS)
+    assert len(STEP.findall(softmax)) == 2, softmax
+    # Such as they would be with the wait where the stores are.
+    assert not STEP.findall(re.sub("(x+)W", r"W\1", softmax))
 
 
-@pytest.mark.sampled
-def test_a_step_that_sees_all_asks_no_mask_mod():
-    """NOTE [a loop that runs once]."""
-    assert (found := _shortest_step()) < 900, found
+#: Letters of wgmma kernels: the MMA into 256 columns and others, their fence and wait,
+#: exponentials, the wait for a barrier, stores.
+WGMMA_LETTERS = {
+    "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
+    "MUFU.EX2": "x", "SYNCS.PHASECHK": "b", "STG": "s",
+}  # fmt: skip
+#: A step of Hopper's forward: all of QK and of PV in a row, a wait that leaves PV in flight,
+#: exponentials and the barrier of the next V, and only then the wait for PV.
+FORWARD_STEP = re.compile("FS{16}b?F?O+W([xb]*)W")
+#: A step of dV: three products in a row; dS to memory before the wait for S, exponentials before
+#: that for dV.
+DV_STEP = re.compile("FS{16}b?FS{16}b?FO{4}W(?:[sb]*)W([xb]*)W")
+#: One gradient by itself: S, dP (not for dV) and the sum, then exponentials before the wait for it.
+SINGLE_STEP = re.compile("FS{16}b*(?:FS{16}b*)?FO{4}W([xb]*)W")
+#: Kernel -> a step, and the exponentials that hide in each loop at least.
+OVERLAPS = {
+    **{f"Hopper, {name}": (FORWARD_STEP, loops, 0.75 * keys / 2) for name, loops, keys in (
+        ("long", 2, 80), ("window", 3, 64), ("everything", 3, 64), ("long, everything", 3, 80),
+        ("pair", 3, 80),
+    )},
+    **{f"Hopper, dv, {name}": (DV_STEP, 1, 31) for name in ("full", "packed")},
+    **{f"Hopper, single_{result}, full": (SINGLE_STEP, 1, 31) for result in ("dq", "dk", "dv")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.sampled("Hopper, everything", "Hopper, dv, packed")
+def test_products_stay_in_flight_and_hide_the_exponentials(name):
+    """ptxas puts a wait behind every product where registers do not suffice, and moves exponentials
+    behind the wait for the product that hides them."""
+    step, loops, most = OVERLAPS[name]
+    code = letters(code_of(name)[1].instructions, WGMMA_LETTERS)
+    hidden = [between.count("x") for between in step.findall(code)]
+    assert len(hidden) == loops and min(hidden) > most, code
+    # Such as they would be.
+    assert step.findall(code.replace("SS", "SWS")) == []
+
+
+#: Kernel in e4m3 -> MMAs, and groups of them that are under way together.
+GROUPS = {
+    # QK of a first step, QK and PV of a step in each of two loops, PV of the last.
+    "Hopper, e4m3, V^T before": ("QGMMA", 8 + 2 * 12 + 4, 4),
+    # Groups of four parts of QK, and of PV, in each of three loops.
+    **{f"Hopper, e4m3, {c.rows}": ("HGMMA", 32 * 3, 5 * 3) for c in HOPPER_DECODE_E4M3},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.sampled("Hopper, e4m3, V^T before")
+def test_products_in_e4m3_are_under_way_together(name):
+    """ptxas fences and awaits each MMA by itself where registers do not suffice."""
+    mma, count, groups = GROUPS[name]
+    opcodes = [i.opcode for i in code_of(name)[1].instructions]
+    assert sum(opcode.split(".")[0] == mma for opcode in opcodes) == count
+    assert sum(opcode.startswith("WARPGROUP.ARRIVE") for opcode in opcodes) == groups

@@ -14,12 +14,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.kernels import ranges
-from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.tracing import trace_and_compile
 
 pytestmark = pytest.mark.architecture("sm_100a")
 
@@ -77,27 +74,3 @@ def test_under_the_option_every_role_has_its_ranges(kernel):
 @pytest.mark.sampled("forward")
 def test_the_default_kernel_has_none(spec):
     assert "iket" not in compile_kernel(spec).ptx
-
-
-@pytest.mark.sampled
-def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
-    """PTX without the decorators differs in line numbers alone."""
-    decorated = ranges.traced("a name")(len).__code__
-    removed = [
-        (kernel, name, method.__wrapped__)
-        for kernel in DqKernel.__mro__
-        for name, method in vars(kernel).items()
-        if getattr(method, "__code__", None) is decorated
-    ]
-    assert (DqKernel, "_probabilities") in {(kernel, name) for kernel, name, _ in removed}
-    expected = compile_kernel(KERNELS["dQ"]).ptx
-    for kernel, name, method in removed:
-        monkeypatch.setattr(kernel, name, method)
-    found = trace_and_compile(KERNELS["dQ"]).artifacts.PTX
-    assert _instructions(found) == _instructions(expected)
-
-
-def _instructions(ptx: str | bytes) -> list[str]:
-    """The lines of a module's code, without those that name lines of sources."""
-    code = (ptx.decode() if isinstance(ptx, bytes) else ptx).split(".section", 1)[0]
-    return [line for line in code.splitlines() if not re.match(r"\s*\.(loc|file)\b", line)]

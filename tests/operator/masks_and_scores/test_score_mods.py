@@ -13,12 +13,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    masks,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 from fa4_hd256.check import reference
 from fa4_hd256.score_mods import ScoreMod, alibi
 

@@ -10,12 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    masks,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
 from fa4_hd256.ops import flops

@@ -9,13 +9,7 @@ from operator_calls import backward_arguments, forward_arguments
 from paged_cases import int32, offsets
 from replays import forget
 
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    masks,
-    plans,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks, plans
 
 pytestmark = pytest.mark.simulator
 

@@ -26,12 +26,7 @@ from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.call import division
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import divide
-from fa4_hd256.call.forward_problem import (
-    Problem,
-    choose_tiles,
-    is_masked,
-    usable_tiles,
-)
+from fa4_hd256.call.forward_problem import Problem, choose_tiles, is_masked, usable_tiles
 from fa4_hd256.call.operator_arguments import (
     BackwardTensors,
     BackwardValues,

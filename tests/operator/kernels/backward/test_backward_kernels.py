@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 from backward_cases import gradients, inputs, last_reports
 
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call import backward_problem
-from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
-from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -121,114 +112,3 @@ def test_mma_count_is_the_closed_form(lengths, causal, config):
     if config is STORED:
         expected = of_keys * DV_INSTRUCTIONS, (of_keys + of_queries) * PRODUCT_INSTRUCTIONS
     assert [report.warps("tcgen05.mma") for report in reports] == [2 * count for count in expected]
-
-
-@pytest.mark.sampled
-def test_tma_bytes_are_the_closed_form():
-    """dQ: Q and dO once a tile, K in two forms and V in each step.  dK/dV, by tiles of two parts:
-    K and V once a tile, Q and dO in two forms in each step, with LSE and delta of its rows for
-    each CTA.  dV, also so: K and V once a tile, Q and dO in two forms, LSE and delta in each step.
-    The products: dS and Q or K in each step."""
-    _, (_, dkdv, dq) = run((512, 640), causal=False, config=RECOMPUTED)
-    _, (_, dv, products) = run((512, 640), causal=False, config=STORED)
-    tile, step = TILE * 512, STEP * 512
-    heads, blocks_q = 2, 2
-    assert dq.tma["load_bytes"] == heads * blocks_q * (2 * tile + 5 * 3 * step)
-    statistics = 2 * 2 * TILE * 4
-    of_unit = 4 * tile + statistics
-    assert dkdv.tma["load_bytes"] == heads * 5 * (2 * step + blocks_q * of_unit)
-    # 5 blocks of 128 keys are in 3 of 256.
-    of_step = 3 * step + statistics // 2
-    assert dv.tma["load_bytes"] == heads * 3 * (2 * tile + 4 * of_step)
-    products_steps = heads * (3 * 4 + 2 * 5)
-    assert products.tma["load_bytes"] == products_steps * (TILE * STEP * 2 + step)
-    assert not any(report.tma["store_bytes"] for report in (dq, dkdv, dv, products))
-
-
-@pytest.mark.sampled
-def test_every_probability_is_exponentiated_once():
-    """Lanes of the special-function unit are counted; the default pattern puts all there."""
-    _, (_, dkdv, dq) = run((300, 400), config=RECOMPUTED)
-    _, (_, dv, products) = run((300, 400), config=STORED)
-    blocks = (TILE, STEP), (STEP, TILE)
-    of_queries, of_keys = (steps((300, 400), True, *block) for block in blocks)
-    for report, number in ((dq, of_queries), (dkdv, of_queries), (dv, of_keys)):
-        assert report.opcodes["ex2.approx.ftz.f32"]["lanes"] == 2 * number * TILE * STEP
-    assert "ex2.approx.ftz.f32" not in products.opcodes
-
-
-BF16 = torch.bfloat16
-CAUSAL = ProblemClass(BF16, bounded_right=True)
-VARIANTS = {
-    "causal": GradientClass(CAUSAL),
-    "causal, parts": GradientClass(CAUSAL, partial=True),
-    # Packed sequences with few KV heads, whose gradients test_backward_varlen.py compares.
-    "packed, parts": GradientClass(
-        ProblemClass(BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k")),
-        partial=True,
-    ),
-    "fp16, window, softcap, packed with lengths in use": GradientClass(
-        ProblemClass(
-            torch.float16,
-            True,
-            True,
-            softcap=True,
-            ragged=("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-        ),
-        partial=True,
-    ),
-    "fp16, window, softcap, negative scale, varlen": GradientClass(
-        ProblemClass(
-            torch.float16,
-            True,
-            True,
-            negative_scale=True,
-            softcap=True,
-            ragged=("cu_seqlens_q", "cu_seqlens_k"),
-        ),
-        partial=True,
-    ),
-    "varlen, clc": GradientClass(
-        ProblemClass(
-            BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), use_clc=True
-        ),
-        partial=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
-@pytest.mark.sampled("products-packed, parts")
-def test_no_spills_and_no_local_memory(result, variant):
-    """The compiler's own report is clean for every kind of kernel."""
-    kind = f"backward_{result}"
-    if result == "dq":
-        variant = replace(variant, partial=False)
-    compiled = compile_kernel(KernelSpec(kind, BackwardConfig().of_kernel(kind), variant))
-    usage = resource_usage(compiled.cubin)
-    assert usage.stack == usage.local == 0
-    assert usage.registers == BackwardWarpPlan().registers.at_launch
-    assert "ld.local" not in compiled.ptx and "st.local" not in compiled.ptx
-
-
-@pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
-@pytest.mark.sampled("dv", "products")
-def test_rows_of_results_leave_in_whole_sectors(result):
-    """Stores of 256 bits are used: half a sector at a time takes an SM four times as long."""
-    kind = f"backward_{result}"
-    config = BackwardConfig().of_kernel(kind)
-    ptx = compile_kernel(KernelSpec(kind, config, VARIANTS["causal"])).ptx
-    stores = set(re.findall(r"st\.global[.\w]*", ptx))
-    # dS leaves by quads of lanes, 128 bytes in a row.
-    of_rows = stores - {"st.global.b32"} if result == "dv" else stores
-    assert of_rows and of_rows <= {"st.global.v8.b32", "st.global.v4.b64"}
-
-
-def test_shapes_of_the_tiles():
-    """Shapes assumed by the closed forms above."""
-    config = BackwardConfig()
-    for plan in (config.dq, config.dv, config.products):
-        assert (plan.tile_rows, plan.step_columns) == (TILE, STEP)
-    assert (config.dkdv.tile_rows, config.dkdv.step_columns) == (STEP, TILE)
-    assert math.prod((TILE, 256, 2)) == 2 * config.dq.query_bytes

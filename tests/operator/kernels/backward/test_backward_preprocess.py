@@ -13,11 +13,8 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.memory import tma_can_take
 from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import empty_stats, run_preprocess
-from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
+from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig
 from fa4_hd256.run.backward_arguments import PreprocessTensors
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
 
 OPTIONS = Options.check(None, False, (None, None), 0.0, False)
 
@@ -169,33 +166,6 @@ def test_no_findings(seed, sanitize):
     rows = random_rows(2, 140, 2, "cpu")
     run(rows, torch.randn_like(rows[2]))
     assert sm100_sim.last_reports()[-1].findings == []
-
-
-CLASSES = [
-    PreprocessClass(torch.bfloat16),
-    PreprocessClass(torch.float16, True, ("cu_seqlens_q", "seqused_q")),
-]
-
-
-@pytest.mark.parametrize("problem_class", CLASSES, ids=["plain", "everything"])
-@pytest.mark.sampled("plain")
-def test_resources(problem_class):
-    """No spill and no local memory; registers few enough for 32 warps of an SM."""
-    compiled = compile_kernel(KernelSpec("backward_preprocess", PreprocessConfig(), problem_class))
-    usage = resource_usage(compiled.cubin)
-    assert usage.stack == usage.local == 0
-    assert usage.registers <= 64
-
-
-@pytest.mark.simulator
-def test_rows_are_read_16_bytes_a_lane():
-    """Each row of out and dout once: two loads of a warp."""
-    import sm100_sim
-
-    run(random_rows(1, 256, 1, "cpu"))
-    opcodes = sm100_sim.last_reports()[-1].opcodes
-    wide = [c["warps"] for name, c in opcodes.items() if name.startswith("ld.global.v4")]
-    assert sum(wide) == 2 * 256
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,8 @@ import torch
 from appended_rows import AppendTensors, run_append
 from e4m3_cases import E4M3
 from paged_cases import int32, offsets
-from replays import copied, forget
 
 from fa4_hd256 import flash_attn_with_kvcache
-from fa4_hd256.architectures import named
-from fa4_hd256.kernels.problem_class import OF_PAGES
-from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
-from fa4_hd256.run.catalogue import append_spec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
 
 ARCHITECTURES = "sm_100a", "sm_90a"
 POSITIONS = 40
@@ -181,16 +174,6 @@ def test_tables_of_other_layouts(device):
         close(rotated.flatten(0, 1), case.turned(given.q, given, 1), case.columns)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.sampled
-def test_it_keeps_its_values_in_registers(architecture, interleaved):
-    rotary = RotaryClass(torch.float32, interleaved, ordered=True, packed=True)
-    own = AppendClass(torch.bfloat16, True, True, E4M3, OF_PAGES, rotary)
-    usage = resource_usage(compile_kernel(append_spec(own, named(architecture))).cubin)
-    assert not usage.stack and not usage.local
-
-
 def given_call(**changed):
     """Arguments of a call over pages, its rows to be rotated."""
     cos, sin = torch.randn(2, POSITIONS, 16).bfloat16()
@@ -203,52 +186,6 @@ def given_call(**changed):
         "rotary_seqlens": int32([5, 2]), "causal": True,
     }  # fmt: skip
     return arguments | changed
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("own", [True, False])
-def test_repeated_calls(launched, own):
-    """Launched from packed arguments, whatever tensors and positions; the same bits. own:
-    positions that do not follow the lengths."""
-    others = {} if own else {"rotary_seqlens": None}
-    flash_attn_with_kvcache(**given_call(**others))
-    assert not launched
-    given = given_call(cache_seqlens=int32([9, 20]), **others)
-    if own:
-        given["rotary_seqlens"] = int32([0, 30])
-    other = copied(given)
-    found = flash_attn_with_kvcache(**given)
-    assert len(launched) == 2
-    forget()
-    assert torch.equal(found, flash_attn_with_kvcache(**other))
-    assert torch.equal(given["k_cache"], other["k_cache"])
-
-
-CHANGES = {
-    "pairs": {"rotary_interleaved": False},
-    "an order of queries": {"causal": False},
-    "tables in float32": {
-        name: torch.randn(POSITIONS, 16) for name in ("rotary_cos", "rotary_sin")
-    },
-    "fewer columns": {
-        name: torch.randn(POSITIONS, 8).bfloat16() for name in ("rotary_cos", "rotary_sin")
-    },
-    "no rotary embedding": dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens")),
-}  # fmt: skip
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
-@pytest.mark.sampled("no rotary embedding", "fewer columns")
-def test_what_a_key_holds(launched, changed):
-    """A call that differs in one thing is another one."""
-    flash_attn_with_kvcache(**given_call())
-    given = given_call(**changed)
-    other = copied(given)
-    found = flash_attn_with_kvcache(**given)
-    forget()
-    assert torch.equal(found, flash_attn_with_kvcache(**other))
-    assert torch.equal(given["k_cache"], other["k_cache"])
 
 
 REFUSED = {

@@ -11,12 +11,6 @@ from paged_cases import int32, offsets
 from replays import copied, forget
 
 from fa4_hd256 import flash_attn_with_kvcache
-from fa4_hd256.architectures import named
-from fa4_hd256.kernels.problem_class import OF_PAGES
-from fa4_hd256.kernels.small.append_rows import AppendClass
-from fa4_hd256.run.catalogue import append_spec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
 
 ARCHITECTURES = "sm_100a", "sm_90a"
 
@@ -116,16 +110,6 @@ def test_without_rows_nothing_is_launched(device):
     check(caches, new, [3, 4], [0, 0])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.sampled("sm_100a-False")
-def test_it_keeps_its_values_in_registers(architecture, packed):
-    own = AppendClass(torch.bfloat16, packed, True, E4M3, OF_PAGES)
-    usage = resource_usage(compile_kernel(append_spec(own, named(architecture))).cubin)
-    assert not usage.stack and not usage.local
-    assert usage.registers <= 48  # as many warps as an SM has
-
-
 def given_call(**changed):
     """Arguments of a call with new rows in pages."""
     caches, new = caches_and_rows(4, 16, 1, (2, 1))
@@ -180,27 +164,3 @@ def test_memory_is_looked_at_in_repeated_calls(launched, name, says):
     with pytest.raises(ValueError, match=says):
         flash_attn_with_kvcache(**given)
     assert torch.equal(cache, before)
-
-
-CHANGES = {
-    "a window": {"window_size": (2,)},
-    "causal": {"causal": 1},
-    "parts": {"num_splits": 1.0},
-    "a scheduler": {"use_clc": 1},
-    "lengths of int64": {"cache_seqlens": torch.tensor([3, 17])},
-    "one row too few": {"v": torch.zeros(1, 1, 1, 256, dtype=torch.bfloat16)},
-    "a table of another type": {"page_table": torch.tensor([[3, 0], [1, 2]])},
-    "no table": {"page_table": None},
-}  # fmt: skip
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
-@pytest.mark.sampled("a window", "causal", "lengths of int64")
-def test_what_is_refused_is_refused_after_a_call_that_was_not(launched, changed):
-    flash_attn_with_kvcache(**given_call())
-    given = given_call(**changed)
-    before = given["k_cache"].clone()
-    with pytest.raises((TypeError, ValueError)):
-        flash_attn_with_kvcache(**given)
-    assert torch.equal(given["k_cache"], before)

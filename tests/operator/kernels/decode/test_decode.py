@@ -3,14 +3,9 @@ part and in several."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 from decode_cases import accurate, tensors
-from step_edits import with_role, without
-from step_traces import table_of
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
@@ -19,10 +14,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.hopper.forward import config as hopper
-from fa4_hd256.kernels.proof.drain import check_drains
-from fa4_hd256.kernels.proof.steps import MMA, wait
 from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
@@ -132,24 +124,6 @@ def test_padding_of_a_group(kernel):
         assert torch.equal(packed[first:last], alone[0])
 
 
-@FEWEST
-@pytest.mark.sampled
-def test_lengths_on_the_device(kernel):
-    """Each sequence uses a part of a cache, one of them nothing."""
-    q, k, v = tensors(1, 257, (8, 1), batch=4)
-    used = torch.tensor([257, 64, 0, 1], dtype=torch.int32)
-    k[1, 64:], v[1, 64:] = torch.nan, torch.nan
-    out, lse = flash_attn_varlen_func(
-        q, k, v, seqused_k=used, causal=True, return_lse=True, num_splits=3, config=kernel
-    )
-    for i, length in enumerate(used.tolist()):
-        if length:
-            part = q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length]
-            accurate((out[i : i + 1], lse[i : i + 1]), part, causal=True)
-        else:
-            assert not out[i].any() and (lse[i] == -torch.inf).all()
-
-
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.sampled
 def test_maxima_that_grow():
@@ -216,60 +190,11 @@ def test_no_findings(use_clc, seed, kernel, sanitize):
         assert report.findings == []
 
 
-@pytest.mark.parametrize(
-    ("architecture", "configs"),
-    [("sm_100a", (*DECODE, ForwardConfig())),
-     ("sm_90a", (hopper.DECODE, hopper.ForwardConfig(ctas=1), hopper.ForwardConfig(ctas=2)))],
-    ids=["sm_100a", "sm_90a"],
-)  # fmt: skip
-@pytest.mark.sampled
-def test_a_configuration_that_is_given_decides(architecture, configs, monkeypatch):
-    monkeypatch.setenv("FA4_HD256_ARCH", architecture)
-    given = tensors(2, 130, (4, 1))
-    for config in configs:
-        assert Problem.describe(given, Options(1.0), config=config).tiles == config.tiles
-    results = [flash_attn_func(*given, config=config, num_splits=2) for config in configs]
-    for one, other in itertools.pairwise(results):
-        assert (one.float() - other.float()).abs().max() < 0.02
-
-
 # ---------------------------------------------------------------- plans
-
-
-def p_before_o(steps):
-    """P is written before the product that reads the one before is done."""
-    return with_role(steps, "softmax", acts=lambda acts: tuple(acts[i] for i in (0, 1, 3, 2, 4)))
-
-
-def p_not_waited_for(steps):
-    return without(steps, MMA, wait("p_done"))
 
 
 #: Of what the MMA warp does for S: QK of the first half of the columns, and all behind it.
 FIRST, REST = slice(0, 3), slice(3, None)
-
-
-def q_given_back_early(steps):
-    """Return the steps that give Q back by the first half of the last QK."""
-
-    def early(acts):
-        enter, scores, free, sums = acts
-        first, rest = (replace(scores, actions=scores.actions[part]) for part in (FIRST, REST))
-        return enter, first, free, rest, sums
-
-    return with_role(steps, MMA, acts=early)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [(p_before_o, "who reads P of step 0 .* finds P of step 1"),
-     (p_not_waited_for, "nothing makes who reads P .* wait for this"),
-     (q_given_back_early, "Q .* may overwrite q while it is in use")],
-)  # fmt: skip
-def test_plans_that_cannot_work_are_refused(mistake, message):
-    config = DECODE[2]
-    with pytest.raises(ValueError, match=message):
-        check_drains("decode", config.edges, mistake(table_of(config)))
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,7 @@ from step_traces import assert_as_declared, attend, steps_of, traced_launches
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
 from fa4_hd256.score_mods import alibi
-from sm100_sim.host.cubin import launch_registers
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -166,22 +161,3 @@ def test_no_findings(config, seed, sanitize):
     used = int32([400, 0, 200])
     flash_attn_varlen_func(q, k, v, seqused_k=used, num_splits=1, use_clc=True, config=config)
     assert sm100_sim.last_reports()[-1].findings == []
-
-
-#: Facts of a call that are compiled in, and bytes of a thread's stack at most.
-CLASSES = {
-    "plain": ({}, 0), "parts": ({"bounded_right": True, "split": True, "packed_heads": 16}, 8),
-    "window": ({"bounded_left": True, "bounded_right": True, "packed_heads": 6}, 8),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.sampled
-def test_registers(name):
-    """All that there are, and none of a thread's rows in local memory: at most an address."""
-    options, most = CLASSES[name]
-    kernel = compile_kernel(
-        KernelSpec("forward_decode", CONFIG, ProblemClass(torch.bfloat16, **options))
-    )
-    assert set(launch_registers(kernel.cubin).values()) == {CONFIG.warps.registers.at_launch}
-    assert resource_usage(kernel.cubin).stack <= most

@@ -8,17 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.small.combine_config import CombineClass, CombineConfig, CombineRule
+from fa4_hd256.kernels.small.combine_config import CombineConfig, CombineRule
 from fa4_hd256.run import forward as run_of_forward
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.execute import execute
 from fa4_hd256.run.plan import PlanBuilder
-from fa4_hd256.run.resources import resource_usage
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Unit roundoff of float32.
@@ -237,20 +232,6 @@ def test_no_findings(splits, seed, sanitize):
     assert report.findings == [] and report.grid == (ctas, 1, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("splits", "rows"), [(4, 32), (5, 512), (32, 32), (64, 64), (64, 4096)])
-@pytest.mark.parametrize("name", ["sm_100a", "sm_90a"])
-@pytest.mark.sampled("sm_100a-4-32-torch.bfloat16")
-def test_resources(dtype, splits, rows, name):
-    """No spill and no local memory; registers few enough for 32 warps of an SM."""
-    kernels = kernels_of(named(name))
-    config = kernels.combine.of(splits, rows)
-    spec = KernelSpec("forward_combine", config, CombineClass(dtype), kernels.architecture)
-    usage = resource_usage(compile_kernel(spec).cubin)
-    assert usage.stack == usage.local == 0
-    assert usage.registers <= 64
-
-
 def test_warps_of_a_row():
     """A warp for each four parts; of a CTA as many rows as an SM gets, up to sixteen warps."""
     rule = CombineRule()
@@ -276,24 +257,6 @@ def test_warps_of_a_row():
     for warps in (3, 8):
         with pytest.raises(ValueError, match=f"row_warps is {warps}; accepted: powers of two"):
             CombineConfig(row_warps=warps)
-
-
-@pytest.mark.simulator
-@pytest.mark.architecture("sm_100a")
-def test_parts_are_read_once_32_bytes_a_lane():
-    """A load of a warp for 256 float32, and a store for the row of out, where a row is one
-    warp's."""
-    import sm100_sim
-
-    parts, rows = 4, 129
-    run(random_parts(parts, (1, rows // 3, 3), "cpu"), parts)
-    opcodes = sm100_sim.last_reports()[-1].opcodes
-
-    def warps(start):
-        return sum(c["warps"] for name, c in opcodes.items() if name.startswith(start))
-
-    assert warps("ld.global.v8") == parts * rows
-    assert warps("st.global.v4") == rows
 
 
 @pytest.mark.parametrize("parts_at_once", [0, 3, 64])

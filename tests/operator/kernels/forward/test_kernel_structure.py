@@ -14,12 +14,9 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import launch_values
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -40,41 +37,6 @@ def run(seqlen_q, seqlen_k, causal=False, heads=1, **options):
     shapes = ((seqlen_q, heads), (seqlen_k, 1), (seqlen_k, 1), (seqlen_q, heads))
     operands = [torch.randn(1, s, h, 256).to(torch.bfloat16) for s, h in shapes]
     return launch((*operands, torch.empty(1, heads, seqlen_q)), causal, **options)
-
-
-BF16 = torch.bfloat16
-VARIANTS = {
-    "full": ProblemClass(BF16),
-    "causal, fp16": ProblemClass(torch.float16, bounded_right=True),
-    "window": ProblemClass(BF16, bounded_left=True, bounded_right=True),
-    "softcap, sink, negative scale": ProblemClass(
-        BF16, negative_scale=True, softcap=True, sink=True
-    ),
-    "varlen, clc": ProblemClass(
-        BF16,
-        bounded_right=True,
-        ragged=("cu_seqlens_q", "cu_seqlens_k"),
-        use_clc=True,
-        packed_heads=2,
-    ),
-    "window, sink, varlen, packed heads": ProblemClass(
-        BF16, True, True, sink=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), packed_heads=8
-    ),
-    "split keys, packed heads, clc": ProblemClass(BF16, use_clc=True, packed_heads=8, split=True),
-    "split keys, window, sink": ProblemClass(BF16, True, True, sink=True, split=True),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("pattern", [Ex2Pattern(), Ex2Pattern(4, 3)], ids=["hardware", "mixed"])
-@pytest.mark.sampled("hardware-varlen, clc")
-def test_no_spills_and_no_local_memory(variant, pattern):
-    """The compiler's own report is clean for every kind of kernel."""
-    spec = KernelSpec("forward", ForwardConfig(ex2_pattern=pattern), variant)
-    compiled = compile_kernel(spec)
-    usage = resource_usage(compiled.cubin)
-    assert usage.stack == usage.local == 0
-    assert usage.registers == ForwardConfig().warps.registers.at_launch
 
 
 def steps(seqlen_q, seqlen_k, causal, packed=1):
@@ -108,44 +70,6 @@ def test_mma_count_is_the_closed_form(seqlen_q, seqlen_k, causal, heads):
         counts["warps"] for name, counts in report.opcodes.items() if name.startswith("tcgen05.mma")
     )
     assert issued == expected * (QK_INSTRUCTIONS + PV_INSTRUCTIONS)
-
-
-def test_tma_bytes_are_the_closed_form():
-    """Q once a tile, K and V once a step, O once a tile; each in boxes of whole tiles."""
-    report = run(512, 640)
-    q_bytes, kv_bytes = 256 * 256 * 2, 128 * 256 * 2
-    assert report.tma["load_bytes"] == 2 * q_bytes + 2 * 5 * 2 * kv_bytes
-    assert report.tma["store_bytes"] == 2 * q_bytes
-
-
-# Hardware only; the field's mix; nearly every element; all of them.
-@pytest.mark.parametrize(
-    ("pattern", "share"),
-    [
-        (Ex2Pattern(), 0.0),
-        (Ex2Pattern(4, 3), 0.375),
-        (Ex2Pattern(16, 12, 1, last_fragment_hardware=False), 0.5625),
-        (Ex2Pattern(2, 2, last_fragment_hardware=False), 1.0),
-    ],
-    ids=str,
-)
-@pytest.mark.sampled("exp2: hardware only (0 % emulated)-0.0")
-def test_emulated_share_is_the_patterns_own(pattern, share):
-    """Score elements that did not come from the special-function unit, by executed lanes."""
-    report = run(300, 400, causal=True, config=ForwardConfig(ex2_pattern=pattern))
-    elements = 256 * 128 * sum(steps(300, 400, True))
-    hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
-    assert float(pattern.true_share(128)) == share == 1 - hardware / elements
-
-
-def test_interior_tiles_run_no_mask_code():
-    """Comparisons per step do not grow with the number of interior tiles."""
-    short, long = run(256, 512), run(256, 1024)
-    masked = run(256, 511)
-    per_tile = (long.lanes("setp") - short.lanes("setp")) / 4
-    # A mask compares every element of 256 x 128 scores once.
-    assert per_tile < 256 * 128 / 4
-    assert masked.lanes("setp") - short.lanes("setp") >= 256 * 128 * 0.9
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -19,7 +19,7 @@ from paged_cases import accurate, offsets
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.division import divided, splits_for
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options, check_num_splits
+from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.check import reference
 from fa4_hd256.gpus.devices import gpu_of
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -84,32 +84,6 @@ def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
         assert forward.grid == (2 * (6 if use_clc else clusters), 1, 1)
         assert forward.clc["stolen"] == (6 - clusters if use_clc else 0)
         assert combine.grid == (40 * 8 // 4, 1, 1)
-
-
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.simulator
-@pytest.mark.parametrize("num_splits", [2, 32])
-@pytest.mark.sampled("2")
-def test_every_kv_tile_is_multiplied_once(num_splits):
-    """16 + 8 instructions for each of 5 KV tiles of 2 query tiles, however these are split."""
-    import sm100_sim
-
-    flash_attn_func(*inputs((300, 520), (1, 1)), num_splits=num_splits, use_clc=False)
-    forward, combine = sm100_sim.last_reports()[-2:]
-    assert forward.warps("tcgen05.mma") == 2 * 5 * (16 + 8)
-    assert combine.warps("tcgen05.mma") == 0
-    # K and V once, 128 rows each; Q, 256 rows, for each part that has a key. O leaves by no TMA.
-    rows = 2 * (5 * 2 * 128 + min(num_splits, 5) * 256)
-    assert forward.tma["load_bytes"] == rows * 256 * 2
-    assert forward.tma["store_bytes"] == 0
-
-
-@pytest.mark.sampled
-def test_no_division_without_parts(combined, device):
-    """num_splits=1 is the kernel without splits, and the rule's choice for short keys."""
-    tensors = inputs((40, 300), device=device)
-    default = flash_attn_func(*tensors, use_clc=False, return_lse=True)
-    assert same(default, check(tensors, 1)) and not combined
 
 
 # More parts than KV tiles, so that some are empty; the diagonal alone; rows that see nothing on
@@ -463,10 +437,6 @@ def test_numbers_that_are_not_accepted(function, num_splits, error, message):
     with pytest.raises(error, match=message):
         function(*inputs((4, 4)), num_splits=num_splits)
     assert dict(compile.counters) == before
-
-
-def test_numbers_that_are_accepted():
-    assert [check_num_splits(n) for n in (0, 1, 64)] == [BY_RULE, 1, MOST_SPLITS]
 
 
 @pytest.mark.simulator

@@ -5,12 +5,9 @@ What calls get from it is in tests/operator/attention/test_e4m3_forward.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate_e4m3, all_scales, triple
-from machine_code import nothing_is_spilled, roles_have_their_registers
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
@@ -19,44 +16,17 @@ from fa4_hd256.kernels.hopper.architecture import E4M3 as IN_KERNEL
 from fa4_hd256.kernels.hopper.architecture import E4M3_COLUMNS as BEFORE
 from fa4_hd256.kernels.hopper.forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.problem_class import OF_SEQUENCES, ProblemClass
 from fa4_hd256.kernels.proof.plans import describe
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from sm100_sim.timing.machine_code.sass import disassemble
 
 pytestmark = pytest.mark.simulator
 
 CONFIGS = {"in kernel": IN_KERNEL, "before": BEFORE}
-FULL = ProblemClass(torch.bfloat16, q_dtype=E4M3, kv_dtype=E4M3)
-CAUSAL = replace(FULL, bounded_right=True, packed_heads=2, descale=OF_SEQUENCES, use_clc=True)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     monkeypatch.setenv("SM100_SIM_DEVICE", "h200:4")
-
-
-@pytest.mark.parametrize("problem", [FULL, CAUSAL], ids=["full", "causal"])
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.sampled("before-causal")
-def test_machine_code(name, problem):
-    """Nothing is spilled, roles have their registers, and the MMAs of a step are under way
-    together: where registers do not suffice, ptxas fences and awaits each by itself."""
-    config = CONFIGS[name]
-    kernel = compile_kernel(KernelSpec("forward_e4m3", config, problem, named("sm_90a")))
-    usage, plan = disassemble(kernel.cubin), config.warps.registers
-    function = max(usage.values(), key=lambda one: len(one.instructions))
-    assert len(usage) == 1 + (not config.transposes)
-    if config.transposes:
-        nothing_is_spilled(kernel, plan)
-    roles_have_their_registers(function, plan)
-    opcodes = [i.opcode.split(".")[0] + "." * ("ARRIVE" in i.opcode) for i in function.instructions]
-    # QK of a first step, QK and PV of a step in each of two loops, PV of the last.
-    assert opcodes.count("QGMMA") == 8 + 2 * 12 + 4
-    assert opcodes.count("WARPGROUP.") == 4
-    assert "STL" not in opcodes
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,7 +12,7 @@ from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
-from fa4_hd256.kernels.proof import drain, plans
+from fa4_hd256.kernels.proof import plans
 from fa4_hd256.run import building, catalogue
 
 #: Lengths of keys; at least one takes each default of a forward.
@@ -64,11 +64,3 @@ def test_every_kernel_with_tensor_cores_is_proved(architecture, monkeypatch):
             problem_class = GradientClass(problem_class)
         with pytest.raises(ValueError, match=r"proved ForwardConfig"):
             building.build(catalogue.KernelSpec(kind, config, problem_class, architecture))
-
-
-def test_a_plan_is_run_once_in_a_process():
-    drain.check_drains.cache_clear()
-    (plan,) = kernels_of(ARCHITECTURES[0]).plans_of(ForwardConfig(rescale_threshold=4.0))
-    plan.prove()
-    plan.prove()
-    assert drain.check_drains.cache_info().misses == 1
