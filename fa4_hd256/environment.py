@@ -84,7 +84,7 @@ VLLM_FLASH_ATTN = Variable(
     "FA4_HD256_VLLM_FLASH_ATTN",
     "0",
     "1: vLLM's backend FLASH_ATTN takes head size 256 here, and other head sizes as before "
-    "(docs/vllm.md)",
+    "(docs/engines.md)",
 )
 
 #: Processes that compile at once unless it is chosen: each takes up to 1 GB.

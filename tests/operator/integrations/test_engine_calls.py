@@ -579,7 +579,7 @@ def test_what_is_not_offered(engine):
 
 def test_every_argument_is_in_the_tables_of_the_page():
     """Each argument is in the row of its kind: honoured, without effect, refused."""
-    page = (ROOT / "docs/serving.md").read_text("utf-8")
+    page = (ROOT / "docs/engines.md").read_text("utf-8")
     for engine, title in ((vllm, "vLLM"), (sglang, "SGLang")):
         rows = page.split(f"| {title}'s argument |")[1].split("\n\n")[0].splitlines()
         kinds = {"honoured": set(), "any value": set(), "the value": set()}
