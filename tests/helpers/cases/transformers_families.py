@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAMILIES", "Family", "configuration", "documented", "inputs", "is_known", "summary"]
+__all__ = ["FAMILIES", "Family", "configuration", "documented", "inputs", "is_known"]
 
 VOCABULARY, WINDOW = 64, 8
 #: The token of an image's place, and how many of these an image takes.
@@ -277,20 +277,4 @@ def documented() -> str:
     lines += [
         f"| {name} | {family.here} | {family.elsewhere} |" for name, family in FAMILIES.items()
     ]
-    return "\n".join(lines)
-
-
-def summary() -> str:
-    """The short table of the README."""
-    rows: dict[str, list[str]] = {
-        "here": [], "here; the named layers by PyTorch": [], "by PyTorch": [],
-    }  # fmt: skip
-    for name, family in FAMILIES.items():
-        if family.elsewhere == "-":
-            rows["here"].append(name)
-        else:
-            kind = "by PyTorch" if family.here == "none" else "here; the named layers by PyTorch"
-            rows[kind].append(f"{name} ({family.elsewhere})")
-    lines = ["| softmax attention runs | model families in transformers |", "|---|---|"]
-    lines += [f"| {kind} | {'; '.join(names)} |" for kind, names in rows.items()]
     return "\n".join(lines)

@@ -19,7 +19,6 @@ from tests.helpers.cases.transformers_families import (
     documented,
     inputs,
     is_known,
-    summary,
 )
 
 LENGTH = 20
@@ -152,6 +151,5 @@ def test_family(family_name, device):
     check(gradients)
 
 
-def test_the_tables_of_the_docs():
+def test_the_table_of_the_docs():
     assert documented() in (ROOT / "docs" / "features.md").read_text()
-    assert summary() in (ROOT / "README.md").read_text()
