@@ -18,7 +18,8 @@ def engine_arguments(
     folder: Path, backend: str, mode: str, load: Load, cache: Cache
 ) -> dict[str, Any]:
     """Return the arguments of SGLang's `Engine`, which reads prompts without graphs; with graphs,
-    it replays those of steps that decode. Its sampler needs no other package."""
+    it replays that of steps that decode, padded to all requests. Its sampler needs no other
+    package."""
     found = {
         "model_path": str(folder), "skip_tokenizer_init": True, "dtype": "bfloat16",
         "random_seed": 0, "attention_backend": backend, "context_length": load.longest + SPARE,
@@ -29,7 +30,7 @@ def engine_arguments(
     }  # fmt: skip
     if mode == GRAPHS:
         return found | {
-            "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": load.requests
+            "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": [load.requests]
         }  # fmt: skip
     return found | {"disable_cuda_graph": True}
 
