@@ -14,8 +14,7 @@ from pathlib import Path
 
 from bench import suite
 from bench.bringup import options as bringup_options
-from bench.measure.timer import COLD, L2_STATES, WARM, Sampling
-from bench.measure.training_shape import Shape
+from bench.measure.settings import COLD, L2_STATES, WARM, Sampling, Shape
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
 from bench.tables.comparison import BOUND, FUNCTION, OURS, OURS_BF16, SOFTCAP, YARDSTICK

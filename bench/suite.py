@@ -17,6 +17,10 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
+#: Dense bf16 FLOP of an SM and clock, by compute capability: 4096 fused multiply-adds on SM100
+#: (148 SMs at 1.86 GHz give the 2250 TFLOPS of the data sheet), half of that on SM90.
+FLOP_PER_CLOCK = {(9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+SM100_FLOP_PER_CLOCK = FLOP_PER_CLOCK[10, 0]
 #: FLOP of the backward over that of the forward.
 BACKWARD_FLOP = 2.5
 

@@ -19,8 +19,9 @@ from bench import suite
 from bench.commands import throughput
 from bench.decode import caches, new_rows
 from bench.measure.providers import Ours
+from bench.measure.settings import COLD, L2_CONTENTS, WARM, Sampling
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import COLD, L2_CONTENTS, WARM, CudaTimer, Sampling
+from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
 from bench.options import DECODE_PARTS, DECODE_PROVIDERS
 from bench.suite import FORWARD, Case

@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.measure.exp2 import BLOCK, SEQLENS, Error, Times, case_of, error_of, grid, measured_times
 from bench.measure.providers import Ours
-from bench.measure.timer import CudaTimer, Sampling
+from bench.measure.settings import Sampling
+from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
 from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION

@@ -11,8 +11,9 @@ import argparse
 from itertools import chain
 
 from bench.measure import gates
+from bench.measure.settings import COLD, WARM, Sampling
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import COLD, WARM, CudaTimer, Sampling
+from bench.measure.timer import CudaTimer
 from bench.tables.ready import results
 from bench.tables.results import emit
 

@@ -9,7 +9,7 @@ and ours with the mask_mod evaluated in the kernels what bits spare. Needs a CUD
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,16 @@ from bench.measure.mask_providers import (
     SDPA,
     DenseSdpa,
     FlexAttention,
-    concerns,
     mask_microseconds,
     mask_providers,
 )
-from bench.measure.masks import CASES, MaskedCase
-from bench.measure.packed_masks import PACKED_CASES
+from bench.measure.masks import CASES, PACKED_CASES, MaskedCase
 from bench.measure.providers import Provider, attempt
 from bench.measure.scored import SCORED_CASES, ScoredCase
+from bench.measure.settings import Sampling
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import CudaTimer, Sampling, Timer
+from bench.measure.timer import CudaTimer
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
@@ -83,41 +82,32 @@ NOTES = (
 
 
 def measure(
-    cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
+    cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: CudaTimer,
     sampling: Sampling, total: int | None = None,
 ) -> Table:  # fmt: skip
     """Every (case, direction) on the timer's GPU; results are checked before. total: how many
     there are, None if nobody knows."""
-    rows = ready(_measured(cases, providers, timer, sampling), total, COLUMNS, "measuring")
+    rows = (_row(case, direction, providers, timer, sampling) for case, direction in cases)
     plot = Plot(("shape", "heads", "mask"), tuple(TIMES.values()), panel="direction")
-    return Table("masks", "Attention under masks at head_dim 256", COLUMNS, rows, NOTES, plot)
+    title = "Attention under masks at head_dim 256"
+    return Table("masks", title, COLUMNS, ready(rows, total, COLUMNS, "measuring"), NOTES, plot)
 
 
-def _measured(
-    cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
+def _row(
+    case: AnyCase, direction: str, providers: Sequence[Provider], timer: CudaTimer,
     sampling: Sampling,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    for case, direction in cases:
-        own = [provider for provider in providers if concerns(provider, case)]
-        (row,) = measured_rows([(case, direction)], own, timer, sampling, torch.bfloat16)
-        microseconds = failed = None
-        if isinstance(case, MaskedCase):
-            making = partial(mask_microseconds, case, timer.device, direction == BACKWARD)
-            microseconds, failed = attempt(making)
-        remarks = [*_remarks(row["details"], own)]
-        if failed:
-            remarks.append(f"the mask by itself: {failed}")
-        yield row | _figures(row, case) | {
-            "mask_us": microseconds, "remarks": "; ".join(remarks) or None,
-        }  # fmt: skip
-
-
-def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
-    """Columns of this table that a row of `measured_rows` has in its details, or not at all."""
-    details = row["details"]
+) -> dict[str, Any]:  # fmt: skip
+    chosen = [provider for provider in providers if provider.concerns(case)]
+    (row,) = measured_rows([(case, direction)], chosen, timer, sampling, torch.bfloat16)
+    details, remarks = row["details"], [*_remarks(row["details"], chosen)]
+    microseconds = None
+    if isinstance(case, MaskedCase):
+        making = partial(mask_microseconds, case, timer.device, direction == BACKWARD)
+        microseconds, failed = attempt(making)
+        remarks += [f"the mask by itself: {failed}"] if failed else []
     times = {name: details.get(name, {}).get("median_ms") for name in TIMES}
     ours = details.get(OURS, {})
-    return {
+    return row | {
         "visible": case.pairs / sum(queries * keys for queries, keys in case.lengths),
         **{column: times[name] for name, column in TIMES.items()},
         **{
@@ -126,6 +116,7 @@ def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
         },
         **{name: row.get(name) for name in RATES},
         "power_watts": ours.get("power_watts"), "runs": ours.get("runs"),
+        "mask_us": microseconds, "remarks": "; ".join(remarks) or None,
     }  # fmt: skip
 
 

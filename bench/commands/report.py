@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import base64
-import html
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from bench.tables.plots import draw_panels
@@ -40,20 +40,13 @@ summary { cursor: pointer; color: #59636e }
 _SHORT = 24
 
 
-@dataclass(frozen=True)
-class Found:
-    """Content of a directory: (file name, table) of each result, and files that are none."""
-
-    tables: list[tuple[str, Table]]
-    others: dict[str, str]
-
-
-def collect(directory: Path) -> Found:
-    """The results in a directory, by file name. Raises ValueError if it is no directory or holds no
-    result."""
+def collect(directory: Path) -> tuple[list[tuple[str, Table]], dict[str, str]]:
+    """Return (file name, table) of each result in a directory, and why other files are left out.
+    Raises ValueError if it is no directory or holds no result."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory")
-    tables, others = [], {}
+    tables: list[tuple[str, Table]] = []
+    others: dict[str, str] = {}
     for path in sorted(directory.glob("*.json")):
         try:
             tables += [(path.name, table) for table in read_json(path.read_text())]
@@ -64,20 +57,19 @@ def collect(directory: Path) -> Found:
             f"{directory} holds no result; write some there, for example with "
             f"`python -m bench throughput --json {directory}/throughput.json`"
         )
-    return Found(tables, others)
+    return tables, others
 
 
-def page(found: Found) -> str:
-    """The HTML page: every plot, then every table."""
+def page(tables: Sequence[tuple[str, Table]], others: Mapping[str, str]) -> str:
+    """Return the HTML page: every plot, then every table."""
     figures, sections, links = [], [], []
-    for number, (name, table) in enumerate(found.tables):
-        title = html.escape(f"{table.command}: {table.title}")
+    for number, (name, table) in enumerate(tables):
+        title = escape(f"{table.command}: {table.title}")
         links.append(f'<li><a href="#t{number}">{title}</a></li>')
         figures += _figures(table, number)
         sections.append(f'<h2 id="t{number}">{title}</h2>{_section(name, table)}')
-    others = "".join(
-        f"<p>{html.escape(name)} is left out: {html.escape(reason)}</p>"
-        for name, reason in found.others.items()
+    left_out = "".join(
+        f"<p>{escape(name)} is left out: {escape(reason)}</p>" for name, reason in others.items()
     )
     plots = f'<div class="plots">{"".join(figures)}</div>' if figures else "<p>None.</p>"
     return (
@@ -86,75 +78,66 @@ def page(found: Found) -> str:
         f"<title>fa4-hd256: results</title><style>{_STYLE}</style></head><body>"
         "<h1>fa4-hd256: results</h1><p>Every row says whether it was measured, modelled (by the "
         "timing model, without a GPU) or computed (from a closed form or the compiled code), and "
-        f"on what.</p>{others}<h2>Plots</h2>{plots}"
+        f"on what.</p>{left_out}<h2>Plots</h2>{plots}"
         f"<h2>Tables</h2><nav><ul>{''.join(links)}</ul></nav>{''.join(sections)}</body></html>\n"
     )
 
 
 def _figures(table: Table, number: int) -> list[str]:
-    """Each panel of the plot with what its rows rest on; why there is none, where one was meant."""
+    """Return each panel of the plot with the origin of its rows; why there is none, where one was
+    meant."""
     if table.plot is None or not table.rows:
         return []
     try:
         panels = draw_panels(table)
     except ValueError as error:
-        return [f"<p>{html.escape(str(error))}</p>"]
-    origins = " ".join(
-        f"{_badge(basis)} {html.escape(machine)}"
-        for basis, machine in dict.fromkeys((row[BASIS], row[MACHINE]) for row in table.rows)
-    )
-    found = []
-    for title, drawn in panels:
-        content = base64.b64encode(drawn).decode()
-        found.append(
-            f'<figure><img alt="{html.escape(title, quote=True)}" '
-            f'src="data:image/svg+xml;base64,{content}"><figcaption>{origins}; '
-            f'<a href="#t{number}">the table</a></figcaption></figure>'
-        )
-    return found
+        return [f"<p>{escape(str(error))}</p>"]
+    origins = dict.fromkeys(f"{_badge(row[BASIS])} {escape(row[MACHINE])}" for row in table.rows)
+    return [
+        f'<figure><img alt="{escape(title)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(drawn).decode()}"><figcaption>'
+        f'{" ".join(origins)}; <a href="#t{number}">the table</a></figcaption></figure>'
+        for title, drawn in panels
+    ]
 
 
 def _badge(basis: str) -> str:
-    return f'<span class="basis {html.escape(basis)}">{html.escape(basis)}</span>'
+    return f'<span class="basis {escape(basis)}">{escape(basis)}</span>'
 
 
 def _section(name: str, table: Table) -> str:
-    """The table, opened where it is short, its notes and environment."""
+    """Return the table, opened where it is short, its notes and environment."""
     is_open = " open" if len(table.rows) <= _SHORT else ""
-    parts = [
-        f"<details{is_open}><summary>{len(table.rows)} rows</summary>{_html_table(table)}</details>"
-    ]
-    for note in table.notes:
-        tag = "pre" if "\n" in note else "p"
-        parts.append(f"<{tag}>{html.escape(note)}</{tag}>")
-    versions = ", ".join(f"{key} {value}" for key, value in table.environment.items())
-    parts.append(f"<p><small>{html.escape(name)}: {html.escape(versions)}</small></p>")
-    return "".join(parts)
-
-
-def _html_table(table: Table) -> str:
-    header = [column.heading for column in table.columns] + [BASIS, "on"]
-    lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in header) + "</tr>"]
+    header = [escape(column.heading) for column in table.columns] + [BASIS, "on"]
+    lines = ["".join(f"<th>{cell}</th>" for cell in header)]
     for row in table.rows:
         cells = [_cell(column, row[column.name]) for column in table.columns]
-        cells.append(f"<td>{_badge(row[BASIS])}</td>")
-        cells.append(f"<td>{html.escape(row[MACHINE])}</td>")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+        origin = f"<td>{_badge(row[BASIS])}</td><td>{escape(row[MACHINE])}</td>"
+        lines.append("".join(cells) + origin)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    notes = "".join(
+        f"<pre>{escape(note)}</pre>" if "\n" in note else f"<p>{escape(note)}</p>"
+        for note in table.notes
+    )
+    versions = ", ".join(f"{key} {value}" for key, value in table.environment.items())
+    return (
+        f"<details{is_open}><summary>{len(table.rows)} rows</summary><table>{body}</table>"
+        f"</details>{notes}<p><small>{escape(name)}: {escape(versions)}</small></p>"
+    )
 
 
 def _cell(column: Column, value: object) -> str:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     kind = ' class="number"' if is_number else ""
-    return f"<td{kind}>{html.escape(column.cell(value))}</td>"
+    return f"<td{kind}>{escape(column.cell(value))}</td>"
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the page, and say where it is and what it leaves out."""
-    found = collect(arguments.directory)
+    tables, others = collect(arguments.directory)
     target = arguments.output or arguments.directory / "report.html"
-    target.write_text(page(found))
-    for name, reason in found.others.items():
+    target.write_text(page(tables, others))
+    for name, reason in others.items():
         print(f"{name} is left out: {reason}")
-    print(f"page: {target}, {len(found.tables)} tables")
+    print(f"page: {target}, {len(tables)} tables")
     return 0

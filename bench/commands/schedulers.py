@@ -8,19 +8,18 @@ machine by either rule, with costs from replays of the compiled kernel.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 from bench import suite
-from bench.measure.providers import Inputs, Ours
+from bench.measure.providers import Ours
+from bench.measure.settings import Sampling
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import CudaTimer, Sampling, Timer
+from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
 from bench.suite import FORWARD, Case, equal, ragged_lengths
 from bench.tables.comparison import RESOLUTION
@@ -77,15 +76,11 @@ def better(gains: np.ndarray) -> str:
 class _ByVariable(Ours):
     def __init__(self, name: str, value: str) -> None:
         super().__init__(name)
-        self._value = value
-
-    def call(self, inputs: Inputs) -> torch.Tensor:
-        with mock.patch.dict(os.environ, {VARIABLE: self._value}):
-            return super().call(inputs)
+        self.environment = {VARIABLE: value}
 
 
 def measured(
-    cases: Iterable[Case], timer: Timer, sampling: Sampling, direction: str = FORWARD
+    cases: Iterable[Case], timer: CudaTimer, sampling: Sampling, direction: str = FORWARD
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of both schedulers on the timer's GPU, results checked before."""
     both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]

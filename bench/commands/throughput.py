@@ -16,9 +16,10 @@ import torch
 
 from bench import suite
 from bench.measure.providers import Ours, OursInBf16, Provider, default_providers
+from bench.measure.settings import Sampling
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import CudaTimer, Sampling
+from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
 from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import LIKELY, OURS, YARDSTICK

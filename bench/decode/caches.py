@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.measure.prepared import prepared_call
 from bench.measure.providers import FlashAttention4, Inputs, Ours, Provider
-from bench.measure.timer import Samples, Sampling, Timer, interleave_prepared
+from bench.measure.settings import Sampling
+from bench.measure.throughput import prepared_call
+from bench.measure.timer import CudaTimer, Samples, interleave_prepared
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
@@ -149,7 +150,7 @@ def _round_to_nvfp4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+def measured(case: Case, timer: CudaTimer, sampling: Sampling) -> dict[str, Any]:
     """Return a row of the timer's GPU; clock and power are those of the last form of ours. case: a
     `CacheCase`."""
     assert isinstance(case, CacheCase)
@@ -172,7 +173,7 @@ def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
 
 
 def _timed(
-    case: CacheCase, providers: dict[str, Provider], timer: Timer, sampling: Sampling
+    case: CacheCase, providers: dict[str, Provider], timer: CudaTimer, sampling: Sampling
 ) -> tuple[dict[Form, Samples], dict[Form, str]]:
     """Return the runs of each form whose result is right, and why others did not run."""
     # All sizes read the same tensors: a cache of a GPU's size has no room for copies.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from bench.measure.providers import Inputs, Pages
-from bench.measure.timer import Sampling, Timer, interleave
+from bench.measure.settings import Sampling
+from bench.measure.timer import CudaTimer, interleave
 from bench.suite import Case
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_with_kvcache
@@ -86,7 +87,7 @@ def _several(call: Callable[[], Any]) -> None:
 
 
 @torch.no_grad()
-def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+def measured(case: Case, timer: CudaTimer, sampling: Sampling) -> dict[str, Any]:
     name = f"{case.batch} x {case.seqlen_k:,}"
     calls: dict[str, Callable[[], Any]] = {
         kind: functools.partial(_several, call)

@@ -75,11 +75,8 @@ class Block:
         q = self.queries(inputs, inputs.q)
         k, v = (self._of_keys(inputs, tensor) for tensor in (inputs.k, inputs.v))
         if inputs.block_scales is not None:
-            of_k, of_v = (self._of_keys(inputs, scales) for scales in inputs.block_scales)
-            k, v = (
-                dequantize_nvfp4(k, of_k, dtype=q.dtype),
-                dequantize_nvfp4(v, of_v, dtype=q.dtype),
-            )
+            scales = (self._of_keys(inputs, of_one) for of_one in inputs.block_scales)
+            k, v = (dequantize_nvfp4(t, of, dtype=q.dtype) for t, of in zip((k, v), scales))
         q, k, v = (t[None].detach().cpu() for t in (q, k, v))
         return q, k, v
 
@@ -211,7 +208,8 @@ def _check_rows(provider: Provider, inputs: Inputs) -> Iterator[Check]:
 def _gradients(provider: Provider, inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
     for leaf in inputs.leaves:
         leaf.requires_grad_()
-    found = torch.autograd.grad(provider.call(inputs), inputs.leaves, dout)
+    with provider.around():
+        found = torch.autograd.grad(provider.call(inputs), inputs.leaves, dout)
     return dict(zip("qkv", found, strict=True))
 
 

@@ -23,7 +23,8 @@ from fa4_hd256.softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
 from .checking import check_forward
 from .providers import Inputs, Ours
-from .timer import CudaTimer, Sampling, interleave
+from .settings import Sampling
+from .timer import CudaTimer, interleave
 
 #: Columns of a step, to which a pattern is applied.
 BLOCK = ForwardConfig.block_kv

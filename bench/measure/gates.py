@@ -15,7 +15,8 @@ import torch
 
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs
-from bench.measure.timer import Samples, Sampling, Timer, interleave_prepared
+from bench.measure.settings import Sampling
+from bench.measure.timer import CudaTimer, Samples, interleave_prepared
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_func
@@ -105,7 +106,7 @@ def failure(inputs: Inputs, gate: torch.Tensor, calls: Calls) -> str | None:
 
 
 def measured(
-    job: tuple[Case, str], timers: Mapping[str, Timer], sampling: Sampling
+    job: tuple[Case, str], timers: Mapping[str, CudaTimer], sampling: Sampling
 ) -> list[dict[str, Any]]:
     """Return a row for each timer. job: a case and its passes; timers: by the state of L2."""
     case, passes = job

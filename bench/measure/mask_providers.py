@@ -18,8 +18,7 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface
 from fa4_hd256.kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
 from fa4_hd256.mask_mods import MaskMod
 
-from .masks import MaskedCase
-from .packed_masks import PackedMaskedCase, seen_in, seen_in_kernel
+from .masks import MaskedCase, seen_in, seen_in_kernel
 from .providers import (
     BLACKWELL_MAJOR,
     FlashAttention4,
@@ -29,7 +28,7 @@ from .providers import (
     capability,
     first_line,
 )
-from .scored import Capped, ScoredCase
+from .scored import CAPPED, ScoredCase
 
 SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
 
@@ -47,22 +46,14 @@ KERNEL_OPTIONS: tuple[dict[str, Any] | None, ...] = (
 )  # fmt: skip
 
 
-def _made(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
-    if name not in inputs.masks:
-        inputs.masks[name] = make()
-    return inputs.masks[name]
-
-
 def _case_of(inputs: Inputs) -> MaskedCase:
     assert isinstance(inputs.case, MaskedCase)
     return inputs.case
 
 
-def concerns(provider: Provider, case: Case) -> bool:
-    """Return True if a provider says anything of a case: some are for one kind of cases alone, as
-    their method `concerns` says."""
-    found: bool = getattr(provider, "concerns", lambda case: True)(case)
-    return found
+def is_packed(case: Case) -> bool:
+    """Return True for packed sequences under a mask of their own."""
+    return isinstance(case, MaskedCase) and case.packed
 
 
 class OursMasked(Ours):
@@ -70,18 +61,17 @@ class OursMasked(Ours):
     CuTe DSL."""
 
     def call(self, inputs: Inputs) -> torch.Tensor:
+        device = inputs.q.device
         if isinstance(inputs.case, ScoredCase):
-            mod = _made(inputs, OURS, partial(inputs.case.score_mod, inputs.q.device))
+            mod = inputs.made(OURS, partial(inputs.case.score_mod, device))
             out = flash_attn_func(*inputs.leaves, causal=True, score_mod=mod)
             return cast(torch.Tensor, out)
         case = _case_of(inputs)
-        mask = _made(inputs, OURS, partial(case.tile_mask, inputs.q.device))
-        if isinstance(case, PackedMaskedCase):
-            # The mask keeps sequences apart, so one dense row is the same call.
-            q, k, v = (leaf[None] for leaf in inputs.leaves)
-            out = cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=mask))
-            return out[0]
-        return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask))
+        mask = inputs.made(OURS, partial(case.tile_mask, device))
+        # The mask keeps packed sequences apart, so one dense row is the same call.
+        q, k, v = (leaf[None] if case.packed else leaf for leaf in inputs.leaves)
+        out = cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=mask))
+        return out[0] if case.packed else out
 
 
 class OursFunction(Ours):
@@ -98,24 +88,18 @@ class OursFunction(Ours):
         from fa4_hd256.integrations.flex_attention import mask_mod_of
 
         case, device = _case_of(inputs), inputs.q.device
-        mask = _made(inputs, OURS, partial(case.tile_mask, device))
-        if isinstance(case, PackedMaskedCase):
-            words = partial(case.words, device)
-            mod = _made(inputs, FUNCTION, lambda: MaskMod.of(seen_in_kernel, (words(),)))
-            return _packed(inputs, block_mask=mask, mask_mod=mod)
-        mod = _made(inputs, FUNCTION, lambda: mask_mod_of(case.mask_mod(device), device))
-        return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask, mask_mod=mod))
-
-
-def _packed(inputs: Inputs, **options: Any) -> torch.Tensor:
-    """Return out of our function for the packed sequences of a case."""
-    assert inputs.cu_seqlens is not None
-    of_q, of_k = inputs.cu_seqlens
-    out = flash_attn_varlen_func(
-        *inputs.leaves, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=inputs.case.seqlen_q,
-        max_seqlen_k=inputs.case.seqlen_k, **options,
-    )  # fmt: skip
-    return cast(torch.Tensor, out)
+        options = {"block_mask": inputs.made(OURS, partial(case.tile_mask, device))}
+        function: Callable[..., Any] = flash_attn_func
+        if case.packed:
+            function = flash_attn_varlen_func
+            options |= inputs.sequences | {"mask_mod": inputs.made(
+                FUNCTION, lambda: MaskMod.of(seen_in_kernel, (case.words(device),))
+            )}  # fmt: skip
+        else:
+            options["mask_mod"] = inputs.made(
+                FUNCTION, lambda: mask_mod_of(case.mask_mod(device), device)
+            )
+        return cast(torch.Tensor, function(*inputs.leaves, **options))
 
 
 class OursCausal(Ours):
@@ -129,11 +113,11 @@ class OursCausal(Ours):
         return case.plain if isinstance(case, MaskedCase | ScoredCase) else case
 
 
-class _AsSoftcap:
+class _AsSoftcap(Provider):
     """Mixin of providers that have softcap as an option: the case whose score_mod is one."""
 
     def concerns(self, case: Case) -> bool:
-        return isinstance(case, ScoredCase) and isinstance(case.function, Capped)
+        return isinstance(case, ScoredCase) and case.function is CAPPED
 
     def computed(self, case: Case) -> Case:
         return case.capped if isinstance(case, ScoredCase) else case
@@ -143,32 +127,34 @@ class OursSoftcap(_AsSoftcap, Ours):
     """`flash_attn_func` with `softcap=`, what the function would cost that the kernels know."""
 
     def __init__(self) -> None:
-        super().__init__(SOFTCAP)
+        Ours.__init__(self, SOFTCAP)
 
 
 class FlashAttention4Functions(_AsSoftcap, FlashAttention4):
     """flash-attn-4 with its own softcap, and with a mask_mod over packed sequences."""
 
+    def __init__(self) -> None:
+        FlashAttention4.__init__(self)
+
     def concerns(self, case: Case) -> bool:
-        return isinstance(case, PackedMaskedCase) or super().concerns(case)
+        return is_packed(case) or super().concerns(case)
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        if not isinstance(case, PackedMaskedCase):
-            return super().refuses(case, direction)
+        if not is_packed(case):
+            return FlashAttention4.refuses(self, case, direction)
         if direction == BACKWARD and capability()[0] == BLACKWELL_MAJOR:
             return "its SM100 backward at head_dim 256 takes no mask_mod"
         return None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        case = inputs.case
-        if not isinstance(case, PackedMaskedCase):
-            return super().call(inputs)
+        if not is_packed(inputs.case):
+            return FlashAttention4.call(self, inputs)
+        case = _case_of(inputs)
         assert inputs.cu_seqlens is not None
         of_q, of_k = inputs.cu_seqlens
-        rows, keys = flash_attn_4.MASK_PADDING
-        words = _made(
-            inputs, self.name,
-            partial(case.words_of_sequences, inputs.q.device, rows, keys),
+        padding = flash_attn_4.MASK_PADDING
+        words = inputs.made(
+            self.name, partial(case.words_of_sequences, inputs.q.device, *padding)
         )  # fmt: skip
         return flash_attn_4.attention(
             *inputs.leaves, ((of_q, case.seqlen_q), (of_k, case.seqlen_k)),
@@ -176,17 +162,13 @@ class FlashAttention4Functions(_AsSoftcap, FlashAttention4):
         )  # fmt: skip
 
 
-class DenseSdpa:
+class DenseSdpa(Provider):
     """`scaled_dot_product_attention` with a bool mask, or a bias of q's dtype, by the back end that
     PyTorch chooses. Fewer KV heads are repeated, as transformers does where there is a mask."""
 
-    name = SDPA
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = SDPA) -> None:
+        super().__init__(name)
         self.backend: str | None = None
-
-    def missing(self) -> str | None:
-        return None
 
     def refuses(self, case: Case, direction: str) -> str | None:
         if isinstance(case, ScoredCase) and not case.function.added:
@@ -194,50 +176,37 @@ class DenseSdpa:
         return "takes no packed sequences" if case.packed else None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
+        from torch.nn.attention import SDPBackend
+
         case, device = inputs.case, inputs.q.device
         if isinstance(case, ScoredCase):
-            mask = _made(inputs, SDPA, partial(case.bias, device, inputs.q.dtype))
+            mask = inputs.made(SDPA, partial(case.bias, device, inputs.q.dtype))
         else:
-            mask = _made(inputs, SDPA, partial(_case_of(inputs).dense, device))
+            mask = inputs.made(SDPA, partial(_case_of(inputs).dense, device))
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
         group = case.heads // case.heads_kv
         if group > 1:
             k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-        self.backend = _chosen_backend(q, k, v, mask)
+        # PyTorch's own rule, which has no public name.
+        if choose := getattr(torch, "_fused_sdp_choice", None):
+            self.backend = SDPBackend(choose(q, k, v, mask)).name
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.transpose(1, 2)
 
 
-def _chosen_backend(*given: torch.Tensor) -> str | None:
-    """Return the backend that PyTorch's own rule chooses, which has no public name."""
-    from torch.nn.attention import SDPBackend
-
-    choose = getattr(torch, "_fused_sdp_choice", None)
-    number = None if choose is None else choose(*given)
-    known = {int(backend.value): name for name, backend in SDPBackend.__members__.items()}
-    return None if number is None else known.get(number)
-
-
-class FlexAttention:
+class FlexAttention(Provider):
     """`torch.nn.attention.flex_attention` by torch.compile, with a `BlockMask` of the mask_mod, or
     of the causal one and a score_mod. options: of `KERNEL_OPTIONS`, those that worked last;
     failure: what those before raised."""
 
-    name = FLEX
-
     def __init__(self) -> None:
+        super().__init__(FLEX)
         self.options: dict[str, Any] | None = None
         self.failure: str | None = None
         self._compiled: tuple[Any, Callable[..., torch.Tensor]] | None = None
 
-    def missing(self) -> str | None:
-        return None
-
-    def refuses(self, case: Case, direction: str) -> str | None:
-        return None
-
     def call(self, inputs: Inputs) -> torch.Tensor:
-        given = _made(inputs, FLEX, lambda: _flex_arguments(inputs.case, inputs.q.device))
+        given = inputs.made(FLEX, partial(_flex_arguments, inputs.case, inputs.q.device))
         grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs.leaves)
         key = inputs.case, grad
         if self._compiled is None or self._compiled[0] != key:
@@ -299,13 +268,13 @@ def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
         causal = made(lambda b, h, q, k: k <= q, None, None, *lengths)
         return {"block_mask": causal, "score_mod": case.torch_function(device)}
     assert isinstance(case, MaskedCase)
-    if isinstance(case, PackedMaskedCase):
+    if case.packed:
         return {"block_mask": _block_mask_of_row(case, device)}
     entries = case.batch if case.pattern.by_entry else None
     return {"block_mask": made(case.mask_mod(device), entries, None, *lengths)}
 
 
-def _block_mask_of_row(case: PackedMaskedCase, device: torch.device) -> Any:
+def _block_mask_of_row(case: MaskedCase, device: torch.device) -> Any:
     """Return the `BlockMask` of the packed row: the lists of ours, for which nobody needs a dense
     mask, and a mask_mod that reads the words."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -318,20 +287,19 @@ def _block_mask_of_row(case: PackedMaskedCase, device: torch.device) -> Any:
 
     return BlockMask.from_kv_blocks(
         *listed(tiles > NOTHING), *listed(tiles == FULL), BLOCK_SIZE=MASK_TILE,
-        mask_mod=seen_in(case.words(device)), seq_lengths=(case.total, case.total),
+        mask_mod=seen_in(case.words(device)), seq_lengths=(case.row[1], case.row[1]),
     )  # fmt: skip
 
 
 def first_lines(error: BaseException) -> str:
     """Return the first line of the error, and of the one that it began with, which compilers
     wrap."""
-    lines, passed = [first_line(error)], {id(error)}
+    first, passed = first_line(error), {id(error)}
     while (inner := error.__cause__ or error.__context__) is not None and id(inner) not in passed:
         error = inner
         passed.add(id(error))
-    if (line := first_line(error)) not in lines[0]:
-        lines.append(line)
-    return ", from ".join(lines)
+    line = first_line(error)
+    return first if line in first else f"{first}, from {line}"
 
 
 def mask_providers() -> list[Provider]:
@@ -342,8 +310,8 @@ def mask_providers() -> list[Provider]:
 
 
 def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -> float:
-    """Median time from the start of making a mask by its name to the end of all that is made of it
-    before kernels run: bits and lists of steps, with gradients those of the backward, too."""
+    """Return the median time of making a mask by its name, and of it all that is made before
+    kernels run: bits and lists of steps, with gradients those of the backward, too."""
     q, k = (
         torch.empty(*case.row, heads, 1, device=device, dtype=torch.bfloat16)
         for heads in (case.heads, case.heads_kv)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
+from unittest import mock
 
 import torch
 
@@ -92,29 +94,25 @@ class Inputs:
     def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
         """Standard normal, the same for every provider; in e4m3, rounded from bfloat16."""
         generator = torch.Generator(device).manual_seed(0)
-        totals = [sum(lengths) for lengths in zip(*case.lengths)]
-        tensors = []
-        for side, heads in (
-            (0, case.heads),
-            (1, case.heads_kv),
-            (1, case.heads_kv),
-            (0, case.heads),
-        ):
-            rows = (totals[side],) if case.packed else (case.batch, case.lengths[0][side])
+        lengths_q, lengths_k = zip(*case.lengths)
+        wide = dtype if dtype != E4M3 else torch.bfloat16
+
+        def normal(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
+            rows = (sum(lengths),) if case.packed else (case.batch, lengths[0])
             shape = (*rows, heads, HEAD_DIM)
-            wide = dtype if dtype != E4M3 else torch.bfloat16
             tensor = torch.randn(shape, generator=generator, device=device, dtype=wide)
-            tensors.append(tensor.to(dtype))
+            return tensor.to(dtype)
+
+        of_both = (lengths_q, case.heads), (lengths_k, case.heads_kv)
+        q, k, v, dout = (normal(*of_both[side]) for side in (0, 1, 1, 0))
         offsets = None
         if case.packed:
-            lengths_q, lengths_k = zip(*case.lengths)
             of_q = torch.tensor([0, *lengths_q], device=device).cumsum(0).int()
             # Self-attention gives the same tensor twice.
             of_k = of_q
             if lengths_k != lengths_q:
                 of_k = torch.tensor([0, *lengths_k], device=device).cumsum(0).int()
             offsets = of_q, of_k
-        q, k, v, dout = tensors
         return cls(case, q, k, v, dout, offsets)
 
     @cached_property
@@ -133,6 +131,22 @@ class Inputs:
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.q, self.k, self.v
 
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """Return the arguments of a packed call that describe its sequences."""
+        assert self.cu_seqlens is not None
+        of_q, of_k = self.cu_seqlens
+        return {
+            "cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": self.case.seqlen_q,
+            "max_seqlen_k": self.case.seqlen_k,
+        }  # fmt: skip
+
+    def made(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what a provider makes of the case's mask, once for all of its calls."""
+        if name not in self.masks:
+            self.masks[name] = make()
+        return self.masks[name]
+
     def sequence(self, tensor: torch.Tensor, index: int, side: int) -> torch.Tensor:
         """Return (seqlen, heads, 256) of one sequence; side: 0 for queries, 1 for keys."""
         if self.cu_seqlens is None:
@@ -141,27 +155,48 @@ class Inputs:
         return tensor[begin:end]
 
 
-class Provider(Protocol):
-    """One implementation. One that is a bound of others has a method `computed`, too: from a case
-    to that which it computes, checks and counts the FLOP of in its place."""
+class Provider:
+    """An implementation of attention, with its name in tables. environment: variables that are set
+    around each of its calls."""
 
-    name: str
+    environment: Mapping[str, str] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def missing(self) -> str | None:
         """Return why it cannot run here at all, None if it can."""
+        return None
 
     def refuses(self, case: Case, direction: str) -> str | None:
         """Return why it does not offer this case, None if it does."""
+        return None
+
+    def concerns(self, case: Case) -> bool:
+        """Return True if a table of the case has a place for it."""
+        return True
+
+    def computed(self, case: Case) -> Case:
+        """Return the case that it computes, is checked on and counts the FLOP of in place of a
+        case: a bound of others has an easier one."""
+        return case
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        """out, shaped like q; differentiable where the leaves require gradients."""
+        """Return out, shaped like q; differentiable where the leaves require gradients."""
+        raise NotImplementedError
+
+    def around(self) -> AbstractContextManager:
+        if not self.environment:
+            return nullcontext()
+        return mock.patch.dict(os.environ, self.environment)
 
 
-class Ours:
+class Ours(Provider):
     """Provider of this project's operator. config: of the forward, None for the default one."""
 
     def __init__(self, name: str = OURS, config: ForwardConfig | None = None) -> None:
-        self.name, self._config = name, config
+        super().__init__(name)
+        self._config = config
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -176,34 +211,27 @@ class Ours:
         return _PAGES_BACKWARD if case.page_size and direction == BACKWARD else None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        import fa4_hd256
 
         case = inputs.case
+        function: Callable[..., Any] = fa4_hd256.flash_attn_func
+        tensors: tuple[torch.Tensor, ...] = inputs.leaves
         options: dict[str, Any] = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
             "config": self._config,
         }  # fmt: skip
-        out: torch.Tensor | tuple[torch.Tensor, ...]
         if inputs.pages is not None:
-            pages = inputs.pages
-            out = flash_attn_with_kvcache(
-                inputs.q, pages.k, pages.v, cache_seqlens=pages.lengths, page_table=pages.table,
-                **options,
-            )  # fmt: skip
-            return cast(torch.Tensor, out)
-        if inputs.block_scales is not None:
-            of_k, of_v = inputs.block_scales
-            out = flash_attn_with_kvcache(
-                *inputs.leaves, k_block_scale=of_k, v_block_scale=of_v, **options
-            )
-            return cast(torch.Tensor, out)
-        if inputs.cu_seqlens is None:
-            return cast(torch.Tensor, flash_attn_func(*inputs.leaves, **options))
-        out = flash_attn_varlen_func(
-            *inputs.leaves, cu_seqlens_q=inputs.cu_seqlens[0], cu_seqlens_k=inputs.cu_seqlens[1],
-            max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
-        )  # fmt: skip
-        return cast(torch.Tensor, out)
+            function, pages = fa4_hd256.flash_attn_with_kvcache, inputs.pages
+            tensors = inputs.q, pages.k, pages.v
+            options |= {"cache_seqlens": pages.lengths, "page_table": pages.table}
+        elif inputs.block_scales is not None:
+            function = fa4_hd256.flash_attn_with_kvcache
+            names = "k_block_scale", "v_block_scale"
+            options |= dict(zip(names, inputs.block_scales, strict=True))
+        elif inputs.cu_seqlens is not None:
+            function = fa4_hd256.flash_attn_varlen_func
+            options |= inputs.sequences
+        return cast(torch.Tensor, function(*tensors, **options))
 
 
 class OursInBf16(Ours):
@@ -216,16 +244,22 @@ class OursInBf16(Ours):
         return super().call(inputs.in_bf16)
 
 
-class FlashAttention4:
-    """The public flash-attn-4 through its own interface. num_splits: None for its default, 1."""
+class FlashAttention4(Provider):
+    """The public flash-attn-4 through its own interface. only: the direction in which it differs
+    from its defaults. options: of its calls."""
 
-    def __init__(self, name: str = flash_attn_4.PACKAGE, num_splits: int | None = None) -> None:
-        self.name, self._num_splits = name, num_splits
+    def __init__(
+        self, name: str = flash_attn_4.PACKAGE, only: str | None = None, **options: Any
+    ) -> None:
+        super().__init__(name)
+        self._only, self._options = only, options
 
     def missing(self) -> str | None:
         return flash_attn_4.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:
+        if self._only and direction != self._only:
+            return f"its {direction} is that of {flash_attn_4.PACKAGE}"
         if direction == BACKWARD and case.page_size:
             return _PAGES_BACKWARD
         if direction == BACKWARD and capability()[0] == BLACKWELL_MAJOR:
@@ -234,9 +268,7 @@ class FlashAttention4:
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         case = inputs.case
-        options: dict[str, Any] = {"causal": case.causal, "window_size": case.window}
-        if self._num_splits is not None:
-            options["num_splits"] = self._num_splits
+        options = {"causal": case.causal, "window_size": case.window, **self._options}
         if case.softcap:
             options["softcap"] = case.softcap
         if inputs.pages is not None:
@@ -251,40 +283,20 @@ class FlashAttention4:
 
 
 class FlashAttention4FiveProducts(FlashAttention4):
-    """flash-attn-4's backward with five GEMMs, which an environment variable selects at each
-    call."""
+    """flash-attn-4's backward with five GEMMs, which an environment variable selects."""
+
+    environment = flash_attn_4.FIVE_PRODUCTS_ENVIRONMENT
 
     def __init__(self) -> None:
-        super().__init__(flash_attn_4.FIVE_PRODUCTS)
-
-    def refuses(self, case: Case, direction: str) -> str | None:
-        if direction == FORWARD:
-            return f"its forward is that of {flash_attn_4.PACKAGE}"
-        return super().refuses(case, direction)
-
-    def around(self) -> AbstractContextManager:
-        return flash_attn_4.five_products()
+        super().__init__(flash_attn_4.FIVE_PRODUCTS, only=BACKWARD)
 
 
-class FlashAttention4Divided(FlashAttention4):
-    """flash-attn-4's forward with `num_splits=0`: its rule chooses the KV splits."""
-
-    def __init__(self) -> None:
-        super().__init__(flash_attn_4.DIVIDED, num_splits=0)
-
-    def refuses(self, case: Case, direction: str) -> str | None:
-        if direction == BACKWARD:
-            return f"its backward is that of {flash_attn_4.PACKAGE}"
-        return super().refuses(case, direction)
-
-
-class Frost:
+class Frost(Provider):
     """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend) with the plans they would take. A
     kernel object belongs to shapes and strides; it is kept, as its users keep it."""
 
-    name = frost.NAME
-
     def __init__(self) -> None:
+        super().__init__(frost.NAME)
         self.forward, self.backward = frost.Forward(), frost.Backward()
 
     def missing(self) -> str | None:
@@ -333,11 +345,12 @@ class _FrostAttention(torch.autograd.Function):
         return *owner.backward(*ctx.saved_tensors, grads[0], causal=causal), None, None
 
 
-class PyTorchSdpa:
+class PyTorchSdpa(Provider):
     """`scaled_dot_product_attention` with one back end, such as "CUDNN_ATTENTION" or "MATH"."""
 
     def __init__(self, name: str, backend: str) -> None:
-        self.name, self._backend = name, backend
+        super().__init__(name)
+        self._backend = backend
 
     def missing(self) -> str | None:
         if self._backend != "MATH" and not torch.cuda.is_available():
@@ -353,14 +366,9 @@ class PyTorchSdpa:
             return "takes no softcap, and a window only as a mask of all scores"
         if case.causal and case.seqlen_q != case.seqlen_k:
             return "its causal mask is aligned to the top left"
-        if self._backend == "MATH":
-            return self._too_large(case, direction)
-        return None
-
-    def _too_large(self, case: Case, direction: str) -> str | None:
-        """Scores, probabilities and a float32 copy of them, for the backward twice that."""
-        if not torch.cuda.is_available():
+        if self._backend != "MATH" or not torch.cuda.is_available():
             return None
+        # Scores, probabilities and a float32 copy of them, for the backward twice that.
         scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k
         needed = scores * (20 if direction == BACKWARD else 10)
         free = torch.cuda.mem_get_info()[0]
@@ -386,7 +394,8 @@ def default_providers() -> list[Provider]:
         Ours(),
         FlashAttention4(),
         FlashAttention4FiveProducts(),
-        FlashAttention4Divided(),
+        # The forward with KV splits by its own rule.
+        FlashAttention4(flash_attn_4.DIVIDED, only=FORWARD, num_splits=0),
         Frost(),
         PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
         PyTorchSdpa("FlashAttention-2", "FLASH_ATTENTION"),
@@ -395,27 +404,24 @@ def default_providers() -> list[Provider]:
 
 
 def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
-    """Run the forward once; what is returned runs the backward, as often as wanted, inside the
-    provider's `around()` if it has one."""
-    around = getattr(provider, "around", nullcontext)
+    """Run the forward once; return a function that runs the backward, as often as wanted."""
     for leaf in inputs.leaves:
         leaf.requires_grad_()
-    with around():
+    with provider.around():
         out = provider.call(inputs)
 
     def call() -> Any:
-        with around():
+        with provider.around():
             return torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
 
     return call
 
 
-def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Return a function that runs the forward alone of a provider, or of what else has its
-    `call`."""
+def forward_call(provider: Provider, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Return a function that runs the forward alone."""
 
     def call() -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), provider.around():
             return provider.call(inputs)
 
     return call

@@ -9,61 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
-from bench.suite import GEMMA_HEADS, Case
+from bench.suite import GEMMA_HEADS, Case, equal
 from fa4_hd256.score_mods import ScoreMod, alibi
 
-#: Cap of `Capped`: Gemma 2's 50 would leave random ones as they are, and a wrong slope unseen.
+#: Cap of `CAPPED`: Gemma 2's 50 would leave random ones as they are, and a wrong slope unseen.
 CAP = 5.0
-#: Distances that `Distances` tells from each other; the last one is that of all beyond.
+#: Distances that `DISTANCES` tells from each other; the last one is that of all beyond.
 TABLE = 128
 
 #: (score, batch entry, head, query, key) -> score, tensors that broadcast.
 TorchFunction = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 
 
-class ScoreFunction(Protocol):
-    """A score_mod. added: whether what it does is to add a number of each head, query and key,
-    which a dense bias says as well."""
+class ScoreFunction(NamedTuple):
+    """A score_mod. text: its name in tables. added: whether it adds a number of each head, query
+    and key, which a dense bias says as well. score_mod, torch_function: from (heads, device) to the
+    function as our operator and as FlexAttention take it."""
 
-    added: ClassVar[bool]
-
-    @property
-    def text(self) -> str:
-        """Return the name in tables."""
-
-    def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
-        """Return the function as our operator takes it."""
-
-    def torch_function(self, heads: int, device: torch.device) -> TorchFunction:
-        """Return the function as FlexAttention takes it."""
+    text: str
+    added: bool
+    score_mod: Callable[[int, torch.device], ScoreMod]
+    torch_function: Callable[[int, torch.device], TorchFunction]
 
 
-@dataclass(frozen=True)
-class Alibi:
-    """ALiBi with the slopes of its paper, of as many heads as a power of two."""
+def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """Return ALiBi's slopes by its paper, for as many heads as a power of two, float32."""
+    return torch.exp2(-8 * (torch.arange(heads, device=device) + 1.0) / heads)
 
-    added: ClassVar[bool] = True
 
-    @property
-    def text(self) -> str:
-        return "ALiBi"
+def _alibi(heads: int, device: torch.device) -> TorchFunction:
+    slopes = _slopes(heads, device)
+    return lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()
 
-    def _slopes(self, heads: int, device: torch.device) -> torch.Tensor:
-        """Return (heads,) float32."""
-        return torch.exp2(-8 * (torch.arange(heads, device=device) + 1.0) / heads)
 
-    def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
-        return alibi(self._slopes(heads, device))
-
-    def torch_function(self, heads: int, device: torch.device) -> TorchFunction:
-        slopes = self._slopes(heads, device)
-        return lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()
+def _table(heads: int, device: torch.device) -> torch.Tensor:
+    """Return (heads, TABLE) float32: a learned number for each head and distance, as T5's."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(heads, TABLE, generator=generator).to(device)
 
 
 def _of_distance(score: Any, place: Any, tensors: tuple) -> Any:
@@ -71,27 +59,9 @@ def _of_distance(score: Any, place: Any, tensors: tuple) -> Any:
     return score + tensors[0][place.head, distance]
 
 
-@dataclass(frozen=True)
-class Distances:
-    """A learned number for each head and distance, as T5 has them, one load for each score."""
-
-    added: ClassVar[bool] = True
-
-    @property
-    def text(self) -> str:
-        return f"table of {TABLE} distances"
-
-    def _table(self, heads: int, device: torch.device) -> torch.Tensor:
-        """Return (heads, TABLE) float32."""
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(heads, TABLE, generator=generator).to(device)
-
-    def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
-        return ScoreMod.of(_of_distance, tensors=(self._table(heads, device),))
-
-    def torch_function(self, heads: int, device: torch.device) -> TorchFunction:
-        table = self._table(heads, device)
-        return lambda score, b, h, q, k: score + table[h, (q - k).clamp(0, TABLE - 1)]
+def _distances(heads: int, device: torch.device) -> TorchFunction:
+    table = _table(heads, device)
+    return lambda score, b, h, q, k: score + table[h, (q - k).clamp(0, TABLE - 1)]
 
 
 def _capped(score: Any, place: Any, tensors: tuple) -> Any:
@@ -103,21 +73,17 @@ def _slope_of_capped(score: Any, place: Any, tensors: tuple) -> Any:
     return 1.0 - tanh * tanh
 
 
-@dataclass(frozen=True)
-class Capped:
-    """Softcap as a function, with its slope."""
-
-    added: ClassVar[bool] = False
-
-    @property
-    def text(self) -> str:
-        return f"tanh, cap {CAP:g}"
-
-    def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
-        return ScoreMod.of(_capped, _slope_of_capped)
-
-    def torch_function(self, heads: int, device: torch.device) -> TorchFunction:
-        return lambda score, b, h, q, k: CAP * torch.tanh(score / CAP)
+ALIBI = ScoreFunction("ALiBi", True, lambda *of: alibi(_slopes(*of)), _alibi)
+#: One load for each score.
+DISTANCES = ScoreFunction(
+    f"table of {TABLE} distances", True,
+    lambda *of: ScoreMod.of(_of_distance, tensors=(_table(*of),)), _distances,
+)  # fmt: skip
+#: Softcap as a function, with its slope.
+CAPPED = ScoreFunction(
+    f"tanh, cap {CAP:g}", False, lambda *of: ScoreMod.of(_capped, _slope_of_capped),
+    lambda *of: lambda score, b, h, q, k: CAP * torch.tanh(score / CAP),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,7 +112,7 @@ class ScoredCase(Case):
 
     @property
     def capped(self) -> Case:
-        """`plain` with the softcap that `Capped` is."""
+        """Return `plain` with the softcap that `CAPPED` is."""
         return Case(self.group, self.lengths, self.heads, self.heads_kv, True, softcap=CAP)
 
     def score_mod(self, device: torch.device) -> ScoreMod:
@@ -178,6 +144,6 @@ class ScoredCase(Case):
 
 #: Cases of `python -m bench masks` beside masks.
 SCORED_CASES = tuple(
-    ScoredCase("scores", ((4096, 4096),) * 4, *heads, True, function=function)
-    for function, heads in ((Alibi(), (16, 16)), (Distances(), (16, 16)), (Capped(), GEMMA_HEADS))
+    ScoredCase("scores", equal(4, 4096), *heads, True, function=function)
+    for function, heads in ((ALIBI, (16, 16)), (DISTANCES, (16, 16)), (CAPPED, GEMMA_HEADS))
 )

@@ -1,68 +1,94 @@
-"""Forward and backward timed on a GPU, provider by provider, their results checked before."""
+"""Calls timed on a GPU, provider by provider, their results checked before."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.suite import Case
+from bench.suite import BACKWARD, Case
 from bench.tables.comparison import comparison_row
 from bench.tables.table import BASIS, MACHINE
 
-from .prepared import computed_case, prepared_call
-from .providers import Inputs, Provider, attempt
-from .timer import Gpu, Samples, Sampling, Timer, interleave_prepared
+from .checking import Check, check_forward, check_gradients
+from .providers import Inputs, Provider, attempt, backward_call, forward_call
+from .settings import Sampling
+from .timer import CudaTimer, Gpu, Prepared, Samples, interleave_prepared
+
+
+def prepared_call(
+    provider: Provider, inputs: Inputs, direction: str, timer: CudaTimer
+) -> tuple[Prepared | None, dict[str, Any]]:
+    """Return (what `CudaTimer.prepare` made of the call, None where it failed or its result is
+    wrong; what is known of it: `status`, "ok" or why not, `failed`, and where it ran `max_error`,
+    `tolerance`)."""
+    with timer.on_stream():
+        checked, reason = attempt(partial(_checked, provider, inputs, direction))
+    if reason is not None:
+        return None, {"status": reason, "failed": True}
+    call, check = checked
+    figures = {"max_error": check.error, "tolerance": check.tolerance}
+    if not check.passed:
+        return None, {"status": check.failure, "failed": True, **figures}
+    prepared, reason = attempt(partial(timer.prepare, call))
+    return prepared, {"status": reason or "ok", "failed": reason is not None, **figures}
+
+
+def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, Check]:
+    """Return (the call to time, how far its result is from the reference)."""
+    case = provider.computed(inputs.case)
+    if case is not inputs.case:
+        inputs = replace(inputs, case=case, expected={}, masks={})
+    if direction == BACKWARD:
+        check = check_gradients(provider, inputs)
+        call = backward_call(provider, inputs)
+        call()
+        return call, check
+    call = forward_call(provider, inputs)
+    return call, check_forward(inputs, call())
 
 
 def measured_rows(
-    cases: Iterable[tuple[Case, str]],
-    providers: Sequence[Provider],
-    timer: Timer,
-    sampling: Sampling,
-    dtype: torch.dtype,
-) -> Iterator[dict[str, Any]]:
+    cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: CudaTimer,
+    sampling: Sampling, dtype: torch.dtype,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Check and time every (case, direction) on the timer's GPU; yield one row for each."""
-    missing = {provider.name: provider.missing() for provider in providers}
-    by_name = {provider.name: provider for provider in providers}
+    missing = {provider: provider.missing() for provider in providers}
     for case, direction in cases:
-        ready, details = _ready(case, direction, providers, (timer, dtype, missing))
+        ready, details = _ready((case, direction), missing, timer, dtype)
         found, failed = attempt(partial(interleave_prepared, timer, ready, sampling))
-        for name in ready:
+        for provider in (one for one in providers if one.name in ready):
             if failed:
-                details[name] |= {"status": f"while timing: {failed}", "failed": True}
+                details[provider.name] |= {"status": f"while timing: {failed}", "failed": True}
             else:
-                flop = computed_case(by_name[name], case).flop(direction)
-                details[name] |= _measured(found[name], flop, timer.gpu)
-        origin = {BASIS: "measured", MACHINE: timer.gpu.text}
+                flop = provider.computed(case).flop(direction)
+                details[provider.name] |= _figures(found[provider.name], flop, timer.gpu)
         seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
-        row = comparison_row(case, direction, details, seconds) | origin
+        row = comparison_row(case, direction, details, seconds)
         # Graphs and their memory must be gone before the next case allocates its own.
         del ready
         gc.collect()
         timer.release_memory()
-        yield row
+        yield row | {BASIS: "measured", MACHINE: timer.gpu.text}
 
 
 def _ready(
-    case: Case,
-    direction: str,
-    providers: Sequence[Provider],
-    setting: tuple[Timer, torch.dtype, dict[str, str | None]],
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return (what `Timer.prepare` made of the providers whose results are right, what is known of
-    each provider)."""
-    timer, dtype, missing = setting
+    job: tuple[Case, str], missing: Mapping[Provider, str | None], timer: CudaTimer,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Prepared], dict[str, dict[str, Any]]]:  # fmt: skip
+    """Return (what `CudaTimer.prepare` made of the providers whose results are right, what is known
+    of each provider). missing: why a provider cannot run here at all."""
+    case, direction = job
     inputs: Inputs | None = None
-    ready: dict[str, Any] = {}
+    ready: dict[str, Prepared] = {}
     details: dict[str, dict[str, Any]] = {}
-    for provider in providers:
-        reason = missing[provider.name] or provider.refuses(case, direction)
-        if reason is not None:
+    for provider, reason in missing.items():
+        if reason := reason or provider.refuses(case, direction):
             details[provider.name] = {"status": reason}
             continue
         inputs = inputs or Inputs.random(case, timer.device, dtype)
@@ -72,8 +98,8 @@ def _ready(
     return ready, details
 
 
-def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
-    """Figures of one provider: TFLOPS at the median time, and at that of p80 and p20."""
+def _figures(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
+    """Return the figures of one provider: TFLOPS at the median time, and at that of p80 and p20."""
     low, median, high = (samples.quantile(share) for share in (0.2, 0.5, 0.8))
     state, tflops = samples.median_state(), flop / median / 1e12
     peak = gpu.peak_tflops(state.clock_mhz)
@@ -87,14 +113,10 @@ def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
 
 
 def times_of(case: Case, row: dict[str, Any], required: Iterable[str]) -> dict[str, np.ndarray]:
-    """Provider -> seconds (median, p20, p80) of a measured row, of those that ran. Raises
-    RuntimeError if a required one did not."""
-    details = row["details"]
-    failed = {n: details[n]["status"] for n in required if details[n]["status"] != "ok"}
-    if failed:
+    """Return seconds (median, p20, p80) of the required providers of a measured row. Raises
+    RuntimeError if one did not run."""
+    details = {name: row["details"][name] for name in required}
+    if failed := {n: one["status"] for n, one in details.items() if one["status"] != "ok"}:
         raise RuntimeError(f"{case}: {failed}")
-    return {
-        name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
-        for name, found in details.items()
-        if found["status"] == "ok"
-    }
+    keys = "median_ms", "p20_ms", "p80_ms"
+    return {name: np.array([one[key] for key in keys]) / 1e3 for name, one in details.items()}

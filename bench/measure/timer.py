@@ -1,54 +1,32 @@
 """Measured times: interleaved runs of several calls on one GPU, with clocks and power.
 
-The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring another.
+`triton.testing.do_bench` and its CUDA-graph form time one call after the other. Here the runs of
+all calls of a row are interleaved, so that a change of clock or temperature meets all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from bench.peaks import FLOP_PER_CLOCK
+from bench.suite import FLOP_PER_CLOCK
 
 from .nvml import Nvml, NvmlError
+from .settings import CLEAN, COLD, WARM, Sampling
 
-#: Timed runs of each call, however long they take.
-LEAST_RUNS = 8
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Number of runs of each call: `warmup` times before it counts, `runs` times that do. seconds:
-    of all rounds together; where a round takes so long that they would need more, there are fewer
-    of both kinds, and of timed ones at least `LEAST_RUNS`. None for no limit."""
-
-    warmup: int = 32
-    runs: int = 128
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.runs < 1:
-            raise ValueError(
-                f"{self.warmup} warm-up and {self.runs} timed runs; accepted are 0 and more, and "
-                "1 and more"
-            )
-        if self.seconds is not None and self.seconds <= 0:
-            raise ValueError(f"{self.seconds} seconds for all runs; accepted: more than 0")
-
-    def limited(self, round_seconds: float) -> Sampling:
-        """Return the sampling that fits, if each round takes so long."""
-        whole = round_seconds * (self.warmup + self.runs)
-        if self.seconds is None or whole <= self.seconds:
-            return self
-        share = self.seconds / whole
-        least = min(self.runs, LEAST_RUNS)
-        return Sampling(int(self.warmup * share), max(int(self.runs * share), least))
+#: Clocks of a GPU that waits while the host enqueues a graph and two events.
+_PAUSE_CLOCKS = 60_000
+#: Whatever tells calls apart.
+_Name = TypeVar("_Name", bound=Hashable)
+#: What `CudaTimer.prepare` returns: what to run, and how it runs.
+Prepared = tuple[Callable[[], Any], str]
 
 
 @dataclass(frozen=True)
@@ -59,31 +37,9 @@ class State:
     power_watts: float | None = None
 
 
-class Timer(Protocol):
-    """Timer of calls. device: where; gpu: which."""
-
-    device: Any
-    gpu: Gpu
-
-    def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-        """Return (what to run in its place, how it runs: "graph", or why it is launched
-        plainly)."""
-
-    def on_stream(self) -> AbstractContextManager:
-        """Return the context in which work is issued whose backward will be prepared."""
-
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of one run."""
-
-    def state(self) -> State: ...
-
-    def release_memory(self) -> None:
-        """Give back what no tensor uses any more."""
-
-
 @dataclass
 class Samples:
-    """Runs of one call. seconds: of each; launch: as `Timer.prepare` said."""
+    """Runs of one call. seconds: of each; launch: how it runs, by `CudaTimer.prepare`."""
 
     launch: str
     seconds: list[float] = field(default_factory=list)
@@ -100,23 +56,19 @@ class Samples:
         return State(median("clock_mhz"), median("power_watts"))
 
 
-#: Whatever tells calls apart.
-_Name = TypeVar("_Name", bound=Hashable)
-
-
 def interleave(
-    timer: Timer, calls: dict[str, Callable[[], Any]], sampling: Sampling
-) -> dict[str, Samples]:
-    """Time calls interleaved, so that a change of clock or temperature meets all of them alike.
-    Each round begins with another call, and the order rotates: none always follows the same."""
+    timer: CudaTimer, calls: dict[_Name, Callable[[], Any]], sampling: Sampling
+) -> dict[_Name, Samples]:
+    """Time calls interleaved, each prepared by the timer; see `interleave_prepared`."""
     ready = {name: timer.prepare(call) for name, call in calls.items()}
     return interleave_prepared(timer, ready, sampling)
 
 
 def interleave_prepared(
-    timer: Timer, ready: dict[_Name, tuple[Callable[[], Any], str]], sampling: Sampling
+    timer: CudaTimer, ready: dict[_Name, Prepared], sampling: Sampling
 ) -> dict[_Name, Samples]:
-    """`interleave` of what `Timer.prepare` returned."""
+    """Time prepared calls. Each round begins with another call, and the order rotates: none always
+    follows the same."""
     prepared = {name: call for name, (call, _) in ready.items()}
     if sampling.seconds is not None:
         sampling = sampling.limited(sum(timer.seconds(call) for call in prepared.values()))
@@ -154,24 +106,11 @@ class Gpu:
         return self.sms * self.flop_per_clock * clock_mhz * 1e6 / 1e12
 
 
-def _replay(graph: Any, call: Callable[[], Any]) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], Any]) -> None:
     """Run what was captured of the call. It reads what the call holds, inputs and what a forward
     left for its backward: without the call PyTorch may give that memory back, and does so when the
     next graph is captured."""
     graph.replay()
-
-
-#: Clocks of a GPU that waits while the host enqueues a graph and two events.
-_PAUSE_CLOCKS = 60_000
-
-
-#: Content of L2 when a run begins, by state.
-L2_CONTENTS = {
-    (COLD := "cold"): "lines of others that are still to be written to HBM",
-    (CLEAN := "clean"): "lines of others that were read only, as weights are",
-    (WARM := "warm"): "what the run before left",
-}
-L2_STATES = tuple(L2_CONTENTS)
 
 
 class CudaTimer:
@@ -180,13 +119,9 @@ class CudaTimer:
 
     def __init__(self, device: int = 0, l2: str = COLD) -> None:
         """l2: one of `L2_STATES`. Raises ValueError if there is no such CUDA device."""
-        import torch
-
-        self.l2 = l2
-
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device to measure on: PyTorch finds none here")
-        self.device = torch.device("cuda", device)
+        self.l2, self.device = l2, torch.device("cuda", device)
         properties = torch.cuda.get_device_properties(self.device)
         self._nvml, driver = None, "unknown"
         with contextlib.suppress(OSError, AttributeError, NvmlError):
@@ -203,10 +138,9 @@ class CudaTimer:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._stream = torch.cuda.Stream(self.device)
 
-    def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-        """A CUDA graph of the call; where it cannot be captured, the call and why."""
-        import torch
-
+    def prepare(self, call: Callable[[], Any]) -> Prepared:
+        """Return a CUDA graph of the call and "graph"; where it cannot be captured, the call and
+        the reason for a plain launch."""
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -224,17 +158,14 @@ class CudaTimer:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """The backward runs on its forward's stream, which must be that of the capture."""
-        import torch
-
+        """Issue work on the stream of the captures: a backward runs on its forward's stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        import torch
-
+        """Return the seconds of one run."""
         start, end = self._events
         with torch.cuda.stream(self._stream):
             # The GPU is busy with this while the host enqueues the call.
@@ -257,6 +188,5 @@ class CudaTimer:
         return State(self._nvml.sm_clock_mhz(), self._nvml.power_watts())
 
     def release_memory(self) -> None:
-        import torch
-
+        """Give back what no tensor uses any more."""
         torch.cuda.empty_cache()

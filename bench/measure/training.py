@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.limits import HEAD_DIM
 
-from .training_shape import Shape
+from .settings import Shape
 
 #: (q, k, v, window) -> out: (batch, seqlen, heads, 256), causal; window: keys to the left of a
 #: query that it sees, None for all.

@@ -20,7 +20,7 @@ PACKAGE = "flash-attn-4"
 #: Names in tables of its backward with five GEMMs, and of its forward with KV splits by its rule.
 FIVE_PRODUCTS, DIVIDED = f"{PACKAGE}, five products", f"{PACKAGE}, num_splits=0"
 #: Variable of flash-attn-4 that selects that backward; read at each call.
-_FIVE_PRODUCTS_VARIABLE = "FLASH_ATTENTION_HD256_GENERIC_BWD"
+FIVE_PRODUCTS_ENVIRONMENT = {"FLASH_ATTENTION_HD256_GENERIC_BWD": "1"}
 
 #: The version whose private interface this file knows.
 KNOWN_VERSION = "4.0.0b36"
@@ -58,7 +58,7 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
 
 def five_products() -> contextlib.AbstractContextManager[Any]:
     """Select its backward with five GEMMs at head_dim 256, for the body only."""
-    return mock.patch.dict(os.environ, {_FIVE_PRODUCTS_VARIABLE: "1"})
+    return mock.patch.dict(os.environ, FIVE_PRODUCTS_ENVIRONMENT)
 
 
 def attention(

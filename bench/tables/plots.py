@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
 import textwrap
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from .table import BASIS, Plot, Table
+from .table import BASIS, Table
 
 #: Suffixes of files that matplotlib writes without another program.
 SUFFIXES = (".eps", ".jpg", ".pdf", ".png", ".ps", ".svg", ".svgz", ".tif", ".webp")
 NO_MATPLOTLIB = "a plot needs matplotlib, which is not installed: pip install matplotlib"
 
-_PANEL_INCHES = (7.0, 3.6)
-#: Heights of a panel of bars, which lie on their sides: above and below them, and each bar.
-_AROUND_INCHES, _BAR_INCHES = 1.1, 0.13
+_WIDTH, _HEIGHT = 7.0, 3.6
+#: Inches above and below a panel of bars, which lie on their sides, and of each bar.
+_AROUND_BARS, _BAR = 1.1, 0.13
 #: Letters of a title that fit into an inch.
 _TITLE_LETTERS = 12
 #: Okabe and Ito's colours, which people with any common colour vision tell apart; quiet axes.
@@ -30,8 +31,71 @@ _STYLE: Any = {
 }  # fmt: skip
 
 
+class _Point(NamedTuple):
+    """A value at a label; error: what its error bar adds below and above, None without one."""
+
+    label: Any
+    value: float
+    error: tuple[float, float] | None
+
+
+@dataclass
+class _Panel:
+    """Axes of their own and what they show: points of each series (None: the only one)."""
+
+    table: Table
+    name: str
+    series: dict[str | None, list[_Point]] = field(default_factory=dict)
+    labels: dict[Any, int] = field(default_factory=dict)
+    bases: set[str | None] = field(default_factory=set)
+
+    @property
+    def title(self) -> str:
+        """Return what the panel shows, and that its figures are modelled where any is."""
+        title = f"{self.table.title}, {self.name}" if self.name else self.table.title
+        if "modelled" not in self.bases:
+            return title
+        return f"{title} ({'modelled' if len(self.bases) == 1 else 'in part modelled'})"
+
+    @property
+    def has_bars(self) -> bool:
+        return self.table.plot is not None and self.table.plot.kind == "bar"
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Return width and height."""
+        if self.has_bars:
+            longest = max(len(str(label)) for label in self.labels)
+            bars = len(self.labels) * (len(self.series) + 0.4)
+            return _WIDTH + max(0.0, 0.055 * longest - 2.0), _AROUND_BARS + _BAR * bars
+        return max(_WIDTH, 0.3 * len(self.labels)), _HEIGHT
+
+
+def _panels(table: Table) -> list[_Panel]:
+    plot = table.plot
+    if plot is None:
+        raise ValueError(f"nothing says how to draw {table.title!r}")
+    names = (plot.y,) if isinstance(plot.y, str) else plot.y
+    found: dict[str, _Panel] = {}
+    for row, name in itertools.product(table.rows, names):
+        if row.get(name) is None:
+            continue
+        error = None
+        if plot.low is not None and plot.high is not None:
+            error = max(0.0, row[name] - row[plot.low]), max(0.0, row[plot.high] - row[name])
+        single_x = isinstance(plot.x, str)
+        label = row[plot.x] if single_x else ", ".join(str(row[part]) for part in plot.x)
+        series = str(row[plot.series]) if plot.series else name if len(names) > 1 else None
+        of_panel = "" if plot.panel is None else str(row[plot.panel])
+        panel = found.setdefault(of_panel, _Panel(table, of_panel))
+        panel.series.setdefault(series, []).append(_Point(label, row[name], error))
+        panel.labels.setdefault(label, len(panel.labels))
+        panel.bases.add(row.get(BASIS))
+    return list(found.values())
+
+
 def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
-    """One figure with axes for each panel of each table; arguments as `results.draw`."""
+    """Draw one figure with axes for each panel of each table; arguments as `results.draw`."""
     panels = [panel for table in tables for panel in _panels(table)]
     if not panels:
         raise ValueError("nothing to plot: no row has the figure that is drawn")
@@ -50,7 +114,7 @@ def draw_panels(table: Table) -> list[tuple[str, bytes]]:
 
 
 def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
-    """One figure, panels below one another."""
+    """Draw one figure, panels below one another."""
     try:
         import matplotlib
     except ImportError as error:
@@ -58,179 +122,58 @@ def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    width = max(panel.width for panel in panels)
-    heights = [panel.height for panel in panels]
+    widths, heights = zip(*(panel.inches for panel in panels))
     with matplotlib.rc_context(_STYLE):
         figure, axes = plt.subplots(
-            len(panels),
-            1,
-            squeeze=False,
-            layout="constrained",
-            figsize=(width, sum(heights)),
-            height_ratios=heights,
-        )
+            len(panels), 1, squeeze=False, layout="constrained",
+            figsize=(max(widths), sum(heights)), height_ratios=heights,
+        )  # fmt: skip
         try:
             for axis, panel in zip(axes[:, 0], panels):
                 _draw_panel(axis, panel)
-                lines = textwrap.wrap(panel.title, round(_TITLE_LETTERS * width))
+                lines = textwrap.wrap(panel.title, round(_TITLE_LETTERS * max(widths)))
                 axis.set_title("\n".join(lines), fontsize=9, pad=16)
             figure.savefig(target, format=form)
         finally:
             plt.close(figure)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """One value to draw: of a series (None: there is one only) at a label, with its error bar."""
-
-    panel: str
-    series: str | None
-    label: Any
-    y: float
-    errors: tuple[float, float] | None
-    basis: str | None
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """Panel: axes of its own and what they show."""
-
-    table: Table
-    name: str
-    points: list[_Point]
-
-    @property
-    def title(self) -> str:
-        """Return what the panel shows, and that its figures are modelled where any is."""
-        title = f"{self.table.title}, {self.name}" if self.name else self.table.title
-        bases = {point.basis for point in self.points}
-        if "modelled" not in bases:
-            return title
-        return f"{title} ({'modelled' if len(bases) == 1 else 'in part modelled'})"
-
-    @property
-    def has_bars(self) -> bool:
-        return _plot(self.table).kind == "bar"
-
-    @property
-    def series(self) -> list[str | None]:
-        return list(dict.fromkeys(point.series for point in self.points))
-
-    @property
-    def width(self) -> float:
-        width, _ = _PANEL_INCHES
-        if self.has_bars:
-            longest = max(len(str(label)) for label in _labels(self.points))
-            return width + max(0.0, 0.055 * longest - 2.0)
-        return max(width, 0.3 * len(_labels(self.points)))
-
-    @property
-    def height(self) -> float:
-        if self.has_bars:
-            bars = len(_labels(self.points)) * (len(self.series) + 0.4)
-            return _AROUND_INCHES + _BAR_INCHES * bars
-        return _PANEL_INCHES[1]
-
-
-def _panels(table: Table) -> list[_Panel]:
-    points = _points(table)
-    names = dict.fromkeys(point.panel for point in points)
-    return [_Panel(table, name, [p for p in points if p.panel == name]) for name in names]
-
-
-def _plot(table: Table) -> Plot:
-    if table.plot is None:
-        raise ValueError(f"nothing says how to draw {table.title!r}")
-    return table.plot
-
-
-def _points(table: Table) -> list[_Point]:
-    plot, found = _plot(table), []
-    names = (plot.y,) if isinstance(plot.y, str) else plot.y
-    for row in table.rows:
-        for name in names:
-            if row.get(name) is None:
-                continue
-            series = row[plot.series] if plot.series else name if len(names) > 1 else None
-            errors = None
-            if plot.low is not None and plot.high is not None:
-                errors = max(0.0, row[name] - row[plot.low]), max(0.0, row[plot.high] - row[name])
-            panel = "" if plot.panel is None else str(row[plot.panel])
-            series = None if series is None else str(series)
-            label, basis = _label(table, row), row.get(BASIS)
-            found.append(_Point(panel, series, label, row[name], errors, basis))
-    return found
-
-
-def _label(table: Table, row: dict) -> Any:
-    x = _plot(table).x
-    return row[x] if isinstance(x, str) else ", ".join(str(row[name]) for name in x)
-
-
-def _labels(points: list[_Point]) -> list:
-    return list(dict.fromkeys(point.label for point in points))
-
-
 def _draw_panel(axis: Any, panel: _Panel) -> None:
-    table, points = panel.table, panel.points
-    plot, labels = _plot(table), _labels(points)
-    numeric = plot.kind == "line" and all(isinstance(label, (int, float)) for label in labels)
-    unit, texts = _unit(table), [str(label) for label in labels]
+    plot, labels = panel.table.plot, panel.labels
+    assert plot is not None
+    texts = [str(label) for label in labels]
+    # Lines over numbers have a scale, all else has a place for each label.
+    is_scale = not panel.has_bars and all(isinstance(label, (int, float)) for label in labels)
+    width = 0.8 / len(panel.series)
+    for number, (name, points) in enumerate(panel.series.items()):
+        values = [point.value for point in points]
+        errors: Any = None if plot.low is None else list(zip(*(point.error for point in points)))
+        if panel.has_bars:
+            at = [labels[point.label] + (number + 0.5) * width - 0.4 for point in points]
+            axis.barh(at, values, width, xerr=errors, label=name, capsize=2)
+        else:
+            at = [point.label if is_scale else labels[point.label] for point in points]
+            axis.errorbar(at, values, errors, label=name, marker="o", markersize=3, capsize=2)
     if panel.has_bars:
-        _draw_bars(axis, panel)
         axis.set_yticks(range(len(labels)), texts, fontsize=6.5)
         axis.invert_yaxis()
-        axis.set_xlabel(unit)
+        axis.set_xlabel(_unit(panel.table))
     else:
-        _draw_lines(axis, panel, numeric)
-        axis.set_ylabel(unit)
-        if numeric and isinstance(plot.x, str):
-            axis.set_xscale("log", base=2) if plot.log_x else None
-            axis.set_xlabel(_heading(table, plot.x))
+        axis.set_ylabel(_unit(panel.table))
+        if is_scale and isinstance(plot.x, str):
+            axis.set_xlabel(_heading(panel.table, plot.x))
         else:
             axis.set_xticks(range(len(labels)), texts, fontsize=6, rotation=90)
     axis.grid(axis="x" if panel.has_bars else "y", alpha=0.3)
-    if panel.series != [None]:
+    if list(panel.series) != [None]:
         # Above the panel, where it covers nothing; below the title, which stands at the left.
         axis.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
                     ncols=len(panel.series))  # fmt: skip
 
 
-def _errors(panel: _Panel, points: list[_Point]) -> list[tuple[float, ...]] | None:
-    """Return the error bars as matplotlib takes them: below, above."""
-    if _plot(panel.table).low is None:
-        return None
-    return list(zip(*(point.errors for point in points)))
-
-
-def _draw_bars(axis: Any, panel: _Panel) -> None:
-    places = {label: i for i, label in enumerate(_labels(panel.points))}
-    width = 0.8 / len(panel.series)
-    for number, name in enumerate(panel.series):
-        drawn = [point for point in panel.points if point.series == name]
-        at = [places[point.label] + (number + 0.5) * width - 0.4 for point in drawn]
-        values, errors = [point.y for point in drawn], _errors(panel, drawn)
-        axis.barh(at, values, width, xerr=errors, label=name, capsize=2)
-
-
-def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
-    places = {label: i for i, label in enumerate(_labels(panel.points))}
-    for name in panel.series:
-        drawn = [point for point in panel.points if point.series == name]
-        x = [point.label if numeric else places[point.label] for point in drawn]
-        axis.errorbar(
-            x,
-            [point.y for point in drawn],
-            yerr=_errors(panel, drawn),
-            label=name,
-            marker="o",
-            markersize=3,
-            capsize=2,
-        )
-
-
 def _unit(table: Table) -> str:
-    y = _plot(table).y
+    assert table.plot is not None
+    y = table.plot.y
     if isinstance(y, str):
         return _heading(table, y)
     return next((column.unit for column in table.columns if column.name in y), "")

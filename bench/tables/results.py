@@ -54,12 +54,9 @@ def _file(text: str) -> str:
 
 def _plot_file(text: str) -> str:
     """Return the name of a file that a plot can be drawn into, as `_file`."""
-    suffix = Path(text).suffix
-    if suffix.lower() not in SUFFIXES:
-        raise argparse.ArgumentTypeError(
-            f"{text} has {f'the suffix {suffix}' if suffix else 'no suffix'}; accepted: "
-            f"{', '.join(SUFFIXES)}"
-        )
+    if (suffix := Path(text).suffix).lower() not in SUFFIXES:
+        has = f"the suffix {suffix}" if suffix else "no suffix"
+        raise argparse.ArgumentTypeError(f"{text} has {has}; accepted: {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(NO_MATPLOTLIB)
     return _file(text)
@@ -76,31 +73,25 @@ def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None
     plot is requested and cannot be drawn, or JSON and CSV both on stdout."""
     tables = [tables] if isinstance(tables, Table) else list(tables)
     check_output_options(arguments)
-    forms = (
-        (arguments.json, lambda: json_text(tables) + "\n"),
-        (arguments.csv, lambda: csv_text(tables)),
-    )
-    for target, text in forms:
-        if target is not None and target != STDOUT:
-            Path(target).write_text(text())
-    to_stdout = [text for target, text in forms if target == STDOUT]
-    sys.stdout.write(to_stdout[0]() if to_stdout else markdown_text(tables) + "\n")
+    on_stdout = ""
+    for target, text in ((arguments.json, json_text), (arguments.csv, csv_text)):
+        if target == STDOUT:
+            on_stdout = text(tables)
+        elif target is not None:
+            Path(target).write_text(text(tables))
+    sys.stdout.write(on_stdout or "\n\n".join(table.as_markdown() for table in tables) + "\n")
     # Last: what took long to find out must not be lost to a missing library.
     if arguments.plot:
         draw(tables, arguments.plot)
 
 
-def markdown_text(tables: Iterable[Table]) -> str:
-    return "\n\n".join(table.as_markdown() for table in tables)
-
-
 def json_text(tables: Iterable[Table]) -> str:
-    """One object whose `tables` are those of `Table.as_json`."""
-    return json.dumps({"tables": [table.as_json() for table in tables]}, default=_plain)
+    """Return one object whose `tables` are those of `Table.as_json`."""
+    return json.dumps({"tables": [table.as_json() for table in tables]}, default=_plain) + "\n"
 
 
 def read_json(text: str) -> list[Table]:
-    """The tables that `json_text` wrote. Raises ValueError if it is something else."""
+    """Return the tables that `json_text` wrote. Raises ValueError if it is something else."""
     found = json.loads(text)
     if not isinstance(found, dict) or not isinstance(found.get("tables"), list):
         raise ValueError("not a result of `python -m bench`: there is no list of tables")
@@ -108,7 +99,7 @@ def read_json(text: str) -> list[Table]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's and fractions' numbers as JSON has them."""
+    """Return numpy's and fractions' numbers as JSON has them."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "numerator"):
@@ -117,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line for each row of all tables; `table` names the table where there are several."""
+    """Return a line for each row of all tables; `table` names the table of several."""
     rows = []
     for table in tables:
         named = {"table": table.title} if len(tables) > 1 else {}

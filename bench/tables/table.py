@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .origin import environment
@@ -61,7 +61,6 @@ class Plot:
     panel: str | None = None
     low: str | None = None
     high: str | None = None
-    log_x: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("bar", "line"):
@@ -97,7 +96,7 @@ class Table:
     rows: list[dict[str, Any]]
     notes: tuple[str, ...] = ()
     plot: Plot | None = None
-    environment: dict[str, str] = field(default_factory=lambda: environment())
+    environment: dict[str, str] = field(default_factory=environment)
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
@@ -117,30 +116,23 @@ class Table:
                 raise ValueError(f"{self.command}: the plot's columns {absent} are not in the rows")
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON values; `from_json` is the inverse."""
-        plot = (
-            None
-            if self.plot is None
-            else {f.name: getattr(self.plot, f.name) for f in fields(Plot)}
-        )
-        return {
-            "command": self.command,
-            "title": self.title,
-            "columns": [{f.name: getattr(c, f.name) for f in fields(Column)} for c in self.columns],
-            "rows": self.rows,
-            "notes": list(self.notes),
-            "plot": plot,
-            "environment": self.environment,
-        }  # fmt: skip
+        """Return all of it as JSON values; `from_json` is the inverse."""
+        columns, plot = [asdict(column) for column in self.columns], self.plot and asdict(self.plot)
+        rest = {name: getattr(self, name) for name in ("command", "title", "rows", "environment")}
+        return {**rest, "columns": columns, "notes": list(self.notes), "plot": plot}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Table:
-        """The table that `as_json` described. Raises ValueError if it is not one."""
+        """Return the table that `as_json` described. Raises ValueError if it is not one."""
         try:
-            plot = found["plot"]
-            if plot is not None:
-                several = {n: tuple(plot[n]) for n in "xy" if not isinstance(plot[n], str)}
-                plot = Plot(**{**plot, **several})
+            plot = None
+            if (drawn := found["plot"]) is not None:
+                # A file may have fields that `Plot` does not know.
+                given: dict[str, Any] = {f.name: drawn[f.name] for f in fields(Plot)}
+                given |= {
+                    name: tuple(given[name]) for name in "xy" if isinstance(given[name], list)
+                }
+                plot = Plot(**given)
             return cls(
                 found["command"], found["title"], tuple(Column(**c) for c in found["columns"]),
                 found["rows"], tuple(found["notes"]), plot, found["environment"],
@@ -181,12 +173,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
         "-" * (width + 1) + (":" if to_right else "-") for width, to_right in zip(widths, right)
     )
     return "\n".join([line(rows[0]), f"|{rule}|", *(line(row) for row in rows[1:])])
-
-
-def plain_line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a row of a Markdown table whose other rows need not be known."""
-    escaped = (cell.replace("|", "\\|").ljust(width) for cell, width in zip(cells, widths))
-    return "| " + " | ".join(escaped) + " |"
 
 
 def _is_number(cell: str) -> bool:

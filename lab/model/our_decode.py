@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from bench.measure.providers import Pages
-from bench.peaks import SM100_FLOP_PER_CLOCK
-from bench.suite import Case
+from bench.suite import SM100_FLOP_PER_CLOCK, Case
 from bench.tables.comparison import OURS
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options

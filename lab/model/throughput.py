@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.peaks import FLOP_PER_CLOCK
 from bench.processes import stream
-from bench.suite import Case
+from bench.suite import FLOP_PER_CLOCK, Case
 from bench.tables.comparison import AS_PUBLISHED, OURS, comparison_row, standing, standing_figures
 from bench.tables.table import BASIS, MACHINE
 from lab.model.calls import Kind

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.peaks import SM100_FLOP_PER_CLOCK
-from bench.suite import Case
+from bench.suite import SM100_FLOP_PER_CLOCK, Case
 from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM

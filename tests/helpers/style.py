@@ -76,8 +76,8 @@ _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/compat", "fa4_hd256/integrations", "sm1
 
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Packages of bench and of the lab, from the lowest.
-_BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
-          "bench/measure", "bench/decode", "bench/serving", "bench/bringup", "bench/options",
+_BENCH = ("bench/suite", "bench/processes", "bench/peers", "bench/tables", "bench/measure",
+          "bench/decode", "bench/serving", "bench/bringup", "bench/options",
           "bench/modelled")  # fmt: skip
 _LAB = ("lab/paths", "lab/published", "lab/measure", "lab/whole", "lab/model", "lab/tables",
         "lab/validation")  # fmt: skip
@@ -130,14 +130,13 @@ PACKAGES = {
     "bench/command_line": ("bench/modelled", "bench/tables", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,
-    "bench/peaks": _CHECK,
     "bench/processes": _CHECK,
     "bench/peers": ("bench/suite", *_CHECK),
-    "bench/tables": (*_BENCH[:4], *_KNOWN),
-    "bench/measure": (*_BENCH[:5], *_KNOWN),
-    "bench/decode": (*_BENCH[:6], *_KNOWN),
-    "bench/serving": (*_BENCH[:6], *_KNOWN),
-    "bench/bringup": (*_BENCH[:6], *_KNOWN),
+    "bench/tables": (*_BENCH[:3], *_KNOWN),
+    "bench/measure": (*_BENCH[:4], *_KNOWN),
+    "bench/decode": (*_BENCH[:5], *_KNOWN),
+    "bench/serving": (*_BENCH[:5], *_KNOWN),
+    "bench/bringup": (*_BENCH[:5], *_KNOWN),
     "bench/modelled": (),
     "bench/commands": (*_BENCH, *_KNOWN),
     "bench": (*_BENCH, "bench/commands", *_KNOWN),

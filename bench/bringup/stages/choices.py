@@ -9,7 +9,8 @@ from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import kernels
-from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, interleave_prepared
+from bench.measure.settings import WARM, Sampling
+from bench.measure.timer import CudaTimer, interleave_prepared
 
 #: Timed runs of each configuration.
 RUNS = 60
@@ -63,7 +64,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 
 
 def medians(
-    make: Callable[[], dict[str, Callable[[], Any]]], timer: Timer | None = None
+    make: Callable[[], dict[str, Callable[[], Any]]], timer: CudaTimer | None = None
 ) -> dict[str, float]:
     """Return the median seconds of each call that `make` returns, with what the run before left in
     L2. timer: that of this GPU by default."""

@@ -18,8 +18,7 @@ from unittest import mock
 
 import torch
 
-from bench.peaks import FLOP_PER_CLOCK, SM100_FLOP_PER_CLOCK
-from bench.suite import FORWARD, Case
+from bench.suite import FLOP_PER_CLOCK, FORWARD, SM100_FLOP_PER_CLOCK, Case
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem

@@ -9,7 +9,7 @@ from in_torch import in_torch
 from bench.decode import caches
 from bench.measure.checking import _blocks
 from bench.measure.providers import Inputs, Pages
-from bench.measure.timer import Sampling
+from bench.measure.settings import Sampling
 from fa4_hd256.quantize import dequantize_nvfp4
 
 LENGTHS = ((2, 300),) * 2

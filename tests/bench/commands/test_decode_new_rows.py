@@ -7,7 +7,7 @@ from fake_timer import CountingTimer
 from in_torch import in_torch
 
 from bench.decode import new_rows
-from bench.measure.timer import Sampling
+from bench.measure.settings import Sampling
 from bench.suite import Case
 
 CASE = Case("decode", ((1, 32),) * 2, new_rows.HEADS, new_rows.HEADS_KV, True)

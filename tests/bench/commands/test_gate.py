@@ -9,7 +9,7 @@ from in_torch import in_torch
 
 from bench.measure import gates
 from bench.measure.gates import PASSES
-from bench.measure.timer import Sampling
+from bench.measure.settings import Sampling
 from bench.suite import FORWARD, Case
 
 CPU = torch.device("cpu")

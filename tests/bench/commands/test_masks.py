@@ -8,9 +8,10 @@ from fake_timer import FakeTimer
 
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
-from bench.measure.masks import CASES, Documents, Images, MaskedCase, PrefixLm, Window
-from bench.measure.packed_masks import ChosenKeys
-from bench.measure.timer import LEAST_RUNS, Sampling, interleave
+from bench.measure import masks as of_masks
+from bench.measure.masks import CASES, MaskedCase, documents, images, prefix_lm, window
+from bench.measure.settings import LEAST_RUNS, Sampling
+from bench.measure.timer import interleave
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables import ready
 from bench.tables.comparison import BOUND, OURS
@@ -19,7 +20,7 @@ pytest.importorskip("cutlass")
 
 CPU = torch.device("cpu")
 #: Small ones of each kind; lengths are no multiples of a tile, nor of what is evaluated at once.
-PATTERNS = PrefixLm(), Documents(100), Images(), Images(60), Window(100, 4), ChosenKeys(90)
+PATTERNS = prefix_lm(), documents(100), images(), images(60), window(100, 4)
 
 
 def _case(pattern, batch=2, seqlen=700, heads=(2, 1)):
@@ -33,13 +34,15 @@ def _named(pattern):
 class Dense(mask_providers.DenseSdpa):
     """SDPA in the place of ours."""
 
-    name = OURS
+    def __init__(self):
+        super().__init__(OURS)
 
 
 class DenseCausal(mask_providers.DenseSdpa):
     """SDPA in the place of the bound."""
 
-    name = BOUND
+    def __init__(self):
+        super().__init__(BOUND)
 
     def computed(self, case):
         return case.plain
@@ -70,25 +73,25 @@ def test_both_ways_to_say_a_mask_are_one(pattern, seqlen):
 
 def test_masks_are_those_of_the_field():
     """Queries of each kind, by hand."""
-    seen = _case(PrefixLm(), 2, 64).dense(CPU)[:, 0]
+    seen = _case(prefix_lm(), 2, 64).dense(CPU)[:, 0]
     assert seen[1, 3].nonzero()[:, 0].tolist() == list(range(16))
     assert seen[0, 30].nonzero()[:, 0].tolist() == list(range(31))
-    seen = _case(Window(3, 2), 1, 64).dense(CPU)[0, 0]
+    seen = _case(window(3, 2), 1, 64).dense(CPU)[0, 0]
     assert seen[40].nonzero()[:, 0].tolist() == [0, 1, 37, 38, 39, 40]
-    seen = _case(Images(10), 1, 600).dense(CPU)[0, 0]
+    seen = _case(images(10), 1, 600).dense(CPU)[0, 0]
     # The first image: 300 .. 555.
     assert seen[300].nonzero()[:, 0].tolist() == list(range(290, 556))
     assert seen[299].nonzero()[:, 0].tolist() == list(range(289, 300))
     assert seen[556].nonzero()[:, 0].tolist() == list(range(546, 557))
-    ids = Documents(16).ids(2, 64, CPU)
+    ids = of_masks.document_ids(16, 2, 64, CPU)
     assert ids[0, -1] > 0 and not torch.equal(ids[0], ids[1])
-    seen = _case(Documents(16), 2, 64).dense(CPU)[1, 0]
+    seen = _case(documents(16), 2, 64).dense(CPU)[1, 0]
     first = int((ids[1] == ids[1, 50]).nonzero()[0, 0])
     assert seen[50].nonzero()[:, 0].tolist() == list(range(first, 51))
 
 
 def test_flop_count_visible_pairs():
-    case = _case(Window(3, 2), 2, 64, (4, 2))
+    case = _case(window(3, 2), 2, 64, (4, 2))
     pairs = sum(sum(j <= i and (i - j <= 3 or j < 2) for j in range(64)) for i in range(64))
     assert case.flop(FORWARD) == 2 * pairs * 4 * 256 * 4
     assert case.flop(BACKWARD) == 2.5 * case.flop(FORWARD)
@@ -100,12 +103,14 @@ def test_flop_count_visible_pairs():
 
 def test_the_cases():
     assert len({str(case) for case in CASES}) == len(CASES) <= 6
-    assert {type(case.pattern) for case in CASES} == {PrefixLm, Documents, Images, Window}
+    assert [case.mask for case in CASES] == [
+        "prefix-LM", "documents", "images, causal", "images, window 1023", "window 1023, first 4",
+    ]  # fmt: skip
     assert {case.shape for case in CASES} == {"4x4096", "1x16384"}
     assert {case.heads_text for case in CASES} == {"16/16", "8/4"}
     assert CASES[0].plain == Case("masks", ((4096, 4096),) * 4, 16, 16, True)
     with pytest.raises(ValueError, match="a mask beside causal"):
-        MaskedCase("masks", ((64, 64),), 2, 1, True, pattern=Window())
+        MaskedCase("masks", ((64, 64),), 2, 1, True, pattern=window())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=_named)
@@ -130,7 +135,7 @@ def test_the_check_sees_the_mask(pattern):
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_rows(direction, monkeypatch, capsys):
     monkeypatch.setattr(ready, "LATER", 0.0)
-    case = _case(Images(60), seqlen=400)
+    case = _case(images(60), seqlen=400)
     table = command.measure(
         [(case, direction)], [Dense(), DenseCausal(), mask_providers.DenseSdpa()], FakeTimer(),
         Sampling(1, 3),
@@ -172,7 +177,7 @@ def test_flex_attention_is_asked_for_smaller_blocks(monkeypatch):
     asked: list = []
     monkeypatch.setattr(mask_providers.FlexAttention, "_function", function)
     flex = mask_providers.FlexAttention()
-    case = _case(Documents(100), seqlen=300)
+    case = _case(documents(100), seqlen=300)
     (row,) = command.measure([(case, FORWARD)], [flex], FakeTimer(), Sampling(0, 1)).rows
     assert asked == [None] and row["flex_ms"] is not None
     small = mask_providers.KERNEL_OPTIONS[1]
@@ -186,13 +191,13 @@ def test_flex_attention_is_asked_for_smaller_blocks(monkeypatch):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_ours_in_the_simulator():
-    case = _case(Images(10), 1, 150, (1, 1))
+    case = _case(images(10), 1, 150, (1, 1))
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)
     for provider, expected in (
         (mask_providers.OursMasked(), case), (mask_providers.OursFunction(), case),
         (mask_providers.OursCausal(), case.plain),
     ):  # fmt: skip
-        computed = getattr(provider, "computed", lambda given: given)(case)
+        computed = provider.computed(case)
         assert computed == expected
         own = providers.Inputs(computed, inputs.q, inputs.k, inputs.v, inputs.dout, None)
         with torch.no_grad():

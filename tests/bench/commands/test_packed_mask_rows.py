@@ -10,9 +10,8 @@ from fake_timer import FakeTimer
 
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
-from bench.measure.packed_masks import CHOSEN, PACKED_CASES, ChosenKeys, PackedMaskedCase, seen_in
-from bench.measure.prepared import computed_case
-from bench.measure.timer import Sampling
+from bench.measure.masks import CHOSEN, PACKED_CASES, MaskedCase, chosen_keys, seen_in
+from bench.measure.settings import Sampling
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
 
@@ -24,15 +23,15 @@ LENGTHS = 150, 3, 300
 
 def _case(lengths=LENGTHS, heads=2, keys=40):
     of_both = tuple((length, length) for length in lengths)
-    return PackedMaskedCase(
-        "packed masks", of_both, heads, heads, False, packed=True, pattern=ChosenKeys(keys)
+    return MaskedCase(
+        "packed masks", of_both, heads, heads, False, packed=True, pattern=chosen_keys(keys)
     )
 
 
 def _dense(case):
     """Return the mask of the packed row, sequence by sequence."""
     found, begin, seen = (
-        torch.zeros(case.total, case.total, dtype=torch.bool),
+        torch.zeros(case.row[1], case.row[1], dtype=torch.bool),
         0,
         case.mask_mod(CPU),
     )
@@ -46,10 +45,8 @@ def _dense(case):
 class DenseRow(mask_providers.DenseSdpa):
     """SDPA on the packed row in the place of ours. leaks: a query sees one key too many."""
 
-    name = OURS
-
     def __init__(self, leaks=False):
-        super().__init__()
+        super().__init__(OURS)
         self._leaks = leaks
 
     def refuses(self, case, direction):
@@ -71,8 +68,8 @@ def test_the_cases():
     assert all(case.seqlen_k > CHOSEN and case.packed for case in PACKED_CASES)
     case = _case()
     assert case.plain == Case("packed masks", case.lengths, 2, 2, True, packed=True)
-    for wrong in ({"packed": False, "lengths": ((5, 5),)}, {"causal": True}, {"window": (3, None)}):
-        with pytest.raises(ValueError, match="a mask of packed sequences beside causal"):
+    for wrong in ({"lengths": ((5, 7),)}, {"causal": True}, {"window": (3, None)}):
+        with pytest.raises(ValueError, match="a mask beside causal"):
             replace(case, **wrong)
 
 
@@ -91,7 +88,7 @@ def test_chosen_keys():
 def test_words_are_the_mask():
     case = _case()
     dense, words = _dense(case), case.words(CPU)
-    row, key = torch.arange(case.total)[:, None], torch.arange(case.total)
+    row, key = torch.arange(case.row[1])[:, None], torch.arange(case.row[1])
     assert torch.equal(seen_in(words)(0, 0, row, key), dense)
     assert torch.equal(case.tile_mask(CPU).dense()[0, 0], dense)
     assert case.pairs == dense.sum()
@@ -148,7 +145,7 @@ def test_ours_in_the_simulator(name):
         "bits": mask_providers.OursMasked, "mask_mod": mask_providers.OursFunction,
         "causal": mask_providers.OursCausal,
     }[name]()  # fmt: skip
-    own = replace(inputs, case=computed_case(provider, case), expected={}, masks={})
+    own = replace(inputs, case=provider.computed(case), expected={}, masks={})
     with torch.no_grad():
         out = provider.call(own)
     assert checking.check_forward(own, out).passed

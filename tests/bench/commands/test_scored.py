@@ -10,10 +10,9 @@ from fake_timer import FakeTimer
 
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
-from bench.measure.masks import CASES
-from bench.measure.packed_masks import PACKED_CASES
-from bench.measure.scored import CAP, SCORED_CASES, Alibi, Capped, Distances, ScoredCase
-from bench.measure.timer import Sampling
+from bench.measure.masks import CASES, PACKED_CASES
+from bench.measure.scored import ALIBI, CAP, CAPPED, DISTANCES, SCORED_CASES, ScoredCase
+from bench.measure.settings import Sampling
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP, standing
@@ -21,7 +20,7 @@ from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP, standing
 pytest.importorskip("cutlass")
 
 CPU = torch.device("cpu")
-FUNCTIONS = Alibi(), Distances(), Capped()
+FUNCTIONS = ALIBI, DISTANCES, CAPPED
 
 
 def _case(function, batch=2, seqlen=200, heads=(4, 2)):
@@ -60,33 +59,33 @@ class WithoutIt(InTorch):
 
 
 def test_the_cases():
-    assert {type(case.function) for case in SCORED_CASES} == {Alibi, Distances, Capped}
+    assert [case.function for case in SCORED_CASES] == [ALIBI, DISTANCES, CAPPED]
     lines = [*map(str, CASES), *map(str, PACKED_CASES), *map(str, SCORED_CASES)]
     assert len(set(lines)) == len(lines)
     assert str(SCORED_CASES[0]) == "scores: 4x4096, heads 16/16, causal, ALiBi"
     assert SCORED_CASES[0].plain == Case("scores", ((4096, 4096),) * 4, 16, 16, True)
     assert SCORED_CASES[0].pairs == SCORED_CASES[0].plain.pairs
-    case = _case(Capped())
+    case = _case(CAPPED)
     assert case.capped == replace(case.plain, softcap=CAP)
     for wrong in ({"causal": False}, {"softcap": 1.0}, {"window": (3, None)}, {"packed": True}):
         with pytest.raises(ValueError, match="a score_mod beside"):
             replace(case, **wrong)
 
 
-@pytest.mark.parametrize("function", (Alibi(), Distances()), ids=_named)
+@pytest.mark.parametrize("function", (ALIBI, DISTANCES), ids=_named)
 def test_bias(function):
     """Biases by hand equal those of the function that is compared with."""
     case = _case(function, seqlen=300)
     bias = case.bias(CPU, torch.float32)
     assert bias.shape == (1, 4, 300, 300)
     assert (bias[0] == -torch.inf).equal(torch.ones(4, 300, 300, dtype=torch.bool).triu(1))
-    if isinstance(function, Alibi):
+    if function is ALIBI:
         assert bias[0, :, 200, 190].tolist() == [-10 / 4, -10 / 16, -10 / 64, -10 / 256]
     else:
         assert bias[0, 1, 299, 171] == bias[0, 1, 299, 0] == bias[0, 1, 200, 73]
         assert bias[0, 1, 200, 72] != bias[0, 1, 200, 74]
     with pytest.raises(ValueError, match="tanh, cap 5 is no bias; accepted: a function that adds"):
-        _case(Capped()).bias(CPU, torch.float32)
+        _case(CAPPED).bias(CPU, torch.float32)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=_named)
@@ -100,10 +99,10 @@ def test_the_check_sees_the_function(function):
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("function", (Alibi(), Capped()), ids=_named)
+@pytest.mark.parametrize("function", (ALIBI, CAPPED), ids=_named)
 @pytest.mark.sampled("ALiBi*")
 def test_rows(function, direction, monkeypatch):
-    case, capped = _case(function), isinstance(function, Capped)
+    case, capped = _case(function), function is CAPPED
     chosen = [
         InTorch(), mask_providers.OursFunction(), mask_providers.OursSoftcap(),
         mask_providers.DenseSdpa(), mask_providers.FlashAttention4Functions(),
@@ -156,7 +155,7 @@ def test_ours_in_the_simulator(function):
 @pytest.mark.sampled
 @pytest.mark.simulator
 def test_what_stands_beside_in_the_simulator():
-    case = _case(Capped(), 1, 150, (2, 1))
+    case = _case(CAPPED, 1, 150, (2, 1))
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)
     for provider in (mask_providers.OursSoftcap(), mask_providers.OursCausal()):
         own = replace(inputs, case=provider.computed(case), expected={}, masks={})
@@ -165,9 +164,9 @@ def test_what_stands_beside_in_the_simulator():
 
 
 def test_concerns():
-    alibi, capped = _case(Alibi()), _case(Capped())
+    alibi, capped = _case(ALIBI), _case(CAPPED)
     names = {
-        case: [p.name for p in mask_providers.mask_providers() if mask_providers.concerns(p, case)]
+        case: [p.name for p in mask_providers.mask_providers() if p.concerns(case)]
         for case in (CASES[0], PACKED_CASES[0], alibi, capped)
     }
     common = [BOUND, mask_providers.SDPA, mask_providers.FLEX]

@@ -10,7 +10,8 @@ from bench import suite
 from bench.commands import throughput
 from bench.measure import checking, providers
 from bench.measure import throughput as measured
-from bench.measure.timer import Sampling, State, interleave
+from bench.measure.settings import Sampling
+from bench.measure.timer import State, interleave
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.problem_class import E4M3

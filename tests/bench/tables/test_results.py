@@ -114,7 +114,7 @@ def test_files_and_stdout(tmp_path, capsys):
 
 def test_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    line = Plot("low", "tflops", kind="line", series="machine", panel="basis", log_x=True)
+    line = Plot("low", "tflops", kind="line", series="machine", panel="basis")
     wide = Plot("shape", ("tflops", "low"))
     tables = [table(), table(title="B", plot=line), table(plot=None), table(plot=wide)]
     results.emit(tables, options("--plot", str(tmp_path / "a.svg")))
