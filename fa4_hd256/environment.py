@@ -114,7 +114,7 @@ VARIABLES = (
         "by mask and lengths",
         "1 selects the dynamic tile scheduler (cluster launch control, or a counter in "
         "memory), 0 the static one; unset: the dynamic one in a backward, and a rule of mask and "
-        "lengths in a forward (docs/benchmarks.md)",
+        "lengths in a forward (docs/kernels.md)",
     ),
     Variable(
         "SM100_SIM_REPORT",
