@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from bench import suite
-from bench.bringup import options as bringup_options
+from bench.bringup.stages import STAGES
 from bench.measure.settings import COLD, L2_STATES, WARM, Sampling, Shape
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
@@ -108,8 +108,25 @@ def accuracy(parser: argparse.ArgumentParser) -> None:
 
 
 def bringup(parser: argparse.ArgumentParser) -> None:
-    parser.description = bringup_options.__doc__
-    bringup_options.add_arguments(parser)
+    parser.description = (
+        "The first hour on a GPU: one command, one report; without a GPU it runs in the simulator. "
+        "Every step runs in a process of its own with a time limit; a step that hangs is killed, "
+        "named, and the next one goes on. Started again with the same --out, it goes on where it "
+        "ended. docs/bringup.md says what each stage settles."
+    )
+    add, names = parser.add_argument, [stage.name for stage in STAGES]
+    out = "directory of results and report (default: %(default)s); what is there is not run again"
+    add("--out", type=Path, default=Path("bringup_report"), help=out)
+    add("--again", action="append", default=[], metavar="STAGE", choices=names,
+        help="drop this stage's results first")  # fmt: skip
+    add("--stages", nargs="+", choices=names, default=names, help="run these only (default: all)")
+    add("--only", action="append", default=[], metavar="PATTERN",
+        help="steps STAGE/STEP that match, as in 'golden/tma*'")  # fmt: skip
+    add("--simulate", action="store_true", help="in the simulator, as where there is no GPU")
+    add("--report", action="store_true", help="only write the report again")
+    add("--decide", type=Path, metavar="REPORT",
+        help="only print what follows from a report.json, on any machine")  # fmt: skip
+    add("--plant", action="store_true", help=argparse.SUPPRESS)
 
 
 def decode(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
-"""One process of the bringup: `python -m bench.bringup.child ORDER`.
+"""One process of the bringup: `python -m bench.bringup.child`.
 
-ORDER is a JSON file: stage, target, items (None to list them only), progress. The file `progress`
-gets a line of JSON before each event. The runner reads it while this process lives, and after it
-was killed.
+Its order is a line of JSON on stdin: stage, target, items (None to list them only). It says a line
+of JSON before each event, which whoever started it reads while it lives, and after it was killed.
 """
 
 from __future__ import annotations
@@ -12,34 +11,25 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
 from bench.bringup.stages import named
+from bench.processes import answers
 
 #: Exit status after an outcome that may have left a broken context behind.
 BROKEN = 3
 
 
-class Progress:
-    """Lines of the progress file, each on its way to the disk before the next step."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
-
-    def write(self, **line: Any) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
-def attempt(module: Any, item: str, target: Target, progress: Progress) -> Outcome:
+def attempt(module: Any, item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """Run one step; an exception is a fault, or a hang: one that the simulator has proved, or a
     command that took too long."""
     begin = time.perf_counter()
     try:
-        outcome = module.run(item, target, lambda text: progress.write(note=text))
+        outcome = module.run(item, target, note)
     except Exception as error:  # whatever went wrong belongs into the report
         is_hang = type(error).__name__ in ("Hang", "TimeoutExpired")
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -51,25 +41,23 @@ def attempt(module: Any, item: str, target: Target, progress: Progress) -> Outco
     return replace(outcome, seconds=round(time.perf_counter() - begin, 3))
 
 
-def _nothing(target: Target) -> str:
-    """`missing` of a stage that needs nothing."""
-    return ""
-
-
-def main(path: str) -> int:
+def main() -> int:
     """Run an order; the exit status."""
-    order = json.loads(Path(path).read_text())
-    progress = Progress(Path(order["progress"]))
+    order, said = json.loads(sys.stdin.readline()), answers()
+
+    def say(**line: Any) -> None:
+        print(json.dumps(line), file=said, flush=True)
+
     module = named(order["stage"]).module
     target = Target.from_json(order["target"])
     if order["items"] is None:
-        missing = getattr(module, "missing", _nothing)(target)
-        progress.write(missing=missing, items=[] if missing else list(module.items(target)))
+        missing = module.missing(target) if hasattr(module, "missing") else ""
+        say(missing=missing, items=[] if missing else list(module.items(target)))
         return 0
     for item in order["items"]:
-        progress.write(begin=item)
-        outcome = attempt(module, item, target, progress)
-        progress.write(end=item, outcome=outcome.as_json())
+        say(begin=item)
+        outcome = attempt(module, item, target, lambda text: say(note=text))
+        say(end=item, outcome=outcome.as_json())
         if outcome.state in ("fault", "hang") or outcome.values.get("broken"):
             # A context that has seen an error answers every call with it; nothing is torn down.
             os._exit(BROKEN)
@@ -77,4 +65,4 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

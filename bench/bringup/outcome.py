@@ -53,9 +53,8 @@ class Target:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Target:
-        return cls(
-            content["backend"], content["name"], tuple(content["capability"]), content["sms"]
-        )
+        backend, name, sms = (content[key] for key in ("backend", "name", "sms"))
+        return cls(backend, name, tuple(content["capability"]), sms)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "capability": list(self.capability)}

@@ -8,12 +8,8 @@ in a new process.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,99 +19,45 @@ from typing import Any
 
 from bench.bringup.outcome import BAD, Outcome, Target
 from bench.bringup.stages import HIDDEN, BringupStage
+from bench.processes import Child
 
 #: Seconds until the first step of a process begins: imports, and a context on the GPU.
 START_LIMIT = 180.0
-#: Seconds that a killed process may take to go; the driver first ends what it has on the GPU.
-KILL_LIMIT = 60.0
-POLL = 0.02
 #: Seconds before each test whether the machine still answers.
 PAUSES = (0.0, 10.0)
 RESULTS, TARGET = "results.jsonl", "target.json"
+
+#: Outcomes as JSON by stage and step.
+Results = dict[str, dict[str, dict[str, Any]]]
 
 
 class Stopped(RuntimeError):
     """The machine no longer answers: nothing more is started on it."""
 
 
-class Child:
-    """A child process and what it has said."""
-
-    def __init__(self, directory: Path, order: dict[str, Any]) -> None:
-        scratch = directory / "scratch"
-        scratch.mkdir(parents=True, exist_ok=True)
-        self._progress = scratch / "progress.jsonl"
-        self._progress.write_bytes(b"")
-        self._read = 0
-        self.errors = scratch / f"{order['stage']}.stderr"
-        order_file = scratch / "order.json"
-        order_file.write_text(json.dumps({**order, "progress": str(self._progress)}))
-        with open(self.errors, "ab") as sink:
-            # A session of its own: what the child starts is killed with it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.child", str(order_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the lines written since the last call."""
-        content = self._progress.read_bytes()
-        end = content.rfind(b"\n") + 1
-        fresh, self._read = content[self._read : end], end
-        return [json.loads(line) for line in fresh.splitlines()]
-
-    @property
-    def status(self) -> int | None:
-        return self._process.poll()
-
-    def kill(self) -> str:
-        """End the process and all that it started; what to say if it does not go, or nothing."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        try:
-            self._process.wait(KILL_LIMIT)
-        except subprocess.TimeoutExpired:
-            return (
-                f"process {self._process.pid} was killed and is still there after "
-                f"{KILL_LIMIT:.0f} s: the driver does not let go of it"
-            )
-        return ""
-
-    def last_words(self) -> str:
-        """The end of what it wrote to stderr."""
-        return self.errors.read_text(errors="replace")[-2000:].strip()
-
-
 class BringupRun:
     """One bringup: a directory, a target, a listener for every result (stage, item, outcome)."""
 
     def __init__(
-        self,
-        directory: Path,
-        target: Target,
+        self, directory: Path, target: Target,
         listen: Callable[[str, str, dict[str, Any]], None] = lambda *_: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        """Raises ValueError for a directory that holds another machine's results."""
         self.directory, self.target, self._listen = directory, target, listen
         directory.mkdir(parents=True, exist_ok=True)
-        self._check_target()
-        self.results = read_results(directory)
-        self._file = open(directory / RESULTS, "a", encoding="utf-8")
-
-    def _check_target(self) -> None:
-        """The directory's machine and when its run began; it is written once."""
-        path = self.directory / TARGET
+        path = directory / TARGET
         if not path.is_file():
-            path.write_text(json.dumps({**self.target.as_json(), "started": now()}) + "\n")
+            now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+            path.write_text(json.dumps({**target.as_json(), "started": now}) + "\n")
         kept = json.loads(path.read_text())
         self.started = kept["started"]
-        if Target.from_json(kept) != self.target:
+        if Target.from_json(kept) != target:
             raise ValueError(
-                f"{self.directory} holds results of {kept['name']}, and this is "
-                f"{self.target.name}; name another directory with --out"
+                f"{directory} holds results of {kept['name']}, and this is {target.name}; name "
+                "another directory with --out"
             )
+        self.results = read_results(directory)
+        self._file = open(directory / RESULTS, "a", encoding="utf-8")
 
     def forget(self, stage: str) -> None:
         """Drop the results of a stage, so that it runs again."""
@@ -133,27 +75,26 @@ class BringupRun:
 
     def stage(self, stage: BringupStage, only: Sequence[str] = ()) -> None:
         """Run the steps of a stage that have no result; only: patterns of STAGE/STEP."""
-        items = self._items(stage)
-        if items is None:
-            return
         wanted = [
             item
-            for item in items
-            if not only
-            or any(fnmatch.fnmatchcase(f"{stage.name}/{item}", pattern) for pattern in only)
+            for item in self._items(stage)
+            if not only or any(fnmatch.fnmatchcase(f"{stage.name}/{item}", one) for one in only)
         ]
         while True:
             done = self.results.get(stage.name, {})
             pending = [item for item in wanted if item not in done]
-            if not pending:
-                return
-            if not self._some(stage, pending if stage.batch else pending[:1]):
+            if not pending or not self._some(stage, pending if stage.batch else pending[:1]):
                 return
 
-    def _items(self, stage: BringupStage) -> list[str] | None:
-        """Names of the steps; None, and an outcome for all of it, where there are none."""
-        child = self._start(stage, None)
-        said = self._listing(child)
+    def _items(self, stage: BringupStage) -> list[str]:
+        """Return names of the steps; none, and an outcome for the whole stage, where it cannot
+        run."""
+        child = self.start(stage, None)
+        try:
+            said = child.hear(START_LIMIT)
+        except TimeoutError:
+            said = None
+        child.kill()
         if said is None:
             outcome = Outcome("fault", "its steps cannot be listed", {"stderr": child.last_words()})
         elif said["missing"]:
@@ -162,49 +103,46 @@ class BringupRun:
             if self.results.get(stage.name, {}).pop("*", None) is not None:
                 # The missing thing is there now.
                 self._write({"stage": stage.name, "item": "*", "outcome": None})
-            return said["items"]
+            found: list[str] = said["items"]
+            return found
         self._keep(stage, "*", outcome.as_json())
-        return None
+        return []
 
-    def _start(self, stage: BringupStage, items: list[str] | None) -> Child:
-        return Child(
-            self.directory, {"stage": stage.name, "items": items, "target": self.target.as_json()}
-        )
-
-    @staticmethod
-    def _listing(child: Child) -> dict[str, Any] | None:
-        end = time.monotonic() + START_LIMIT
-        while child.status is None and time.monotonic() < end:
-            time.sleep(POLL)
-        if child.status is None:
-            child.kill()
-        lines = child.lines()
-        return lines[0] if lines else None
+    def start(self, stage: BringupStage, items: list[str] | None) -> Child:
+        """Start a process that runs steps of a stage, or lists them."""
+        log = self.directory / "scratch" / f"{stage.name}.stderr"
+        log.parent.mkdir(exist_ok=True)
+        child = Child([sys.executable, "-m", f"{__package__}.child"], log)
+        child.tell(stage=stage.name, items=items, target=self.target.as_json())
+        return child
 
     def _some(self, stage: BringupStage, items: list[str]) -> bool:
-        """One process: until it has ended, or a step of it has hung. False if no step began."""
-        child = self._start(stage, items)
+        """Run one process until it has ended, or a step of it has hung. Return False if no step
+        began."""
+        child = self.start(stage, items)
         current, note, limit, begun, bad = "", "", START_LIMIT, False, False
-        last = time.monotonic()
+        hangs = False
         try:
-            while True:
-                ended = child.status is not None
-                for line in child.lines():
-                    last, limit, begun = time.monotonic(), stage.limit, True
-                    if "begin" in line:
-                        current, note = line["begin"], ""
-                    elif "note" in line:
-                        note = line["note"]
-                    else:
-                        self._keep(stage, line["end"], line["outcome"])
-                        current, bad = "", bad or line["outcome"]["state"] in BAD
-                if ended or time.monotonic() - last > limit:
-                    break
-                time.sleep(POLL)
+            while (line := child.hear(limit)) is not None:
+                limit, begun = stage.limit, True
+                if "begin" in line:
+                    current, note = line["begin"], ""
+                elif "note" in line:
+                    note = line["note"]
+                else:
+                    self._keep(stage, line["end"], line["outcome"])
+                    current, bad = "", bad or line["outcome"]["state"] in BAD
+        except TimeoutError:
+            hangs = True
         finally:
             stays = child.kill()
         if current or not begun:
-            self._keep(stage, current or "*", _ending(child, ended, note, limit).as_json())
+            where = f"; last it said: {note}" if note else ""
+            outcome = Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
+            if not hangs:
+                text = f"its process ended with status {child.status}{where}"
+                outcome = Outcome("fault", text, {"step": note, "stderr": child.last_words()})
+            self._keep(stage, current or "*", outcome.as_json())
         if stays:
             raise Stopped(stays)
         if stage.checked and (current or not begun or bad):
@@ -224,25 +162,9 @@ class BringupRun:
         raise Stopped(f"{self.target.name} no longer answers; the stages that are left did not run")
 
 
-def _ending(child: Child, ended: bool, note: str, limit: float) -> Outcome:
-    """Return the outcome of a step whose process ended, or was killed, while it ran."""
-    where = f"; last it said: {note}" if note else ""
-    if not ended:
-        return Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
-    return Outcome(
-        "fault",
-        f"its process ended with status {child.status}{where}",
-        {"step": note, "stderr": child.last_words()},
-    )
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-
-
-def read_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Outcomes by stage and item of a directory; a line that was cut off is left out."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+def read_results(directory: Path) -> Results:
+    """Return the outcomes in a directory; a line that was cut off is left out."""
+    found: Results = {}
     path = directory / RESULTS
     if not path.is_file():
         return found
@@ -250,8 +172,7 @@ def read_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
     end = content.rfind(b"\n") + 1
     if end != len(content):
         path.write_bytes(content[:end])
-    for raw in content[:end].splitlines():
-        line = json.loads(raw)
+    for line in map(json.loads, content[:end].splitlines()):
         if line.get("again"):
             found.pop(line["stage"], None)
         elif line["outcome"] is None:

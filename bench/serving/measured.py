@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from bench.measure.time_limit import TimeLimit
+from bench.processes import Child
 from bench.serving import models
 from bench.serving.agreement import Agreement, Generated, Scored, agreement
-from bench.serving.children import Child, Failed
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
@@ -52,6 +52,32 @@ AGREEMENTS = (
 )  # fmt: skip
 #: Suffix of a backend's name, for its second answers.
 AGAIN = ", again"
+
+
+class Failed(RuntimeError):
+    """An engine ended instead of answering; the text has its last words."""
+
+
+class Served:
+    """A process that answers `orders`. log: the file that gets what it writes; program: its
+    command."""
+
+    def __init__(self, log: Path, program: Sequence[str]) -> None:
+        self._child = Child(program, log)
+        self.tell, self.end = self._child.tell, self._child.kill
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for an answer. Raises Failed if the process ends first, with the last line of its
+        log that names an error, and the name of the log."""
+        if (answer := self._child.hear()) is not None:
+            return answer
+        lines = self._child.last_words(600).splitlines()
+        last = ([line for line in lines if "Error" in line] or lines or ["nothing"])[-1].strip()
+        raise Failed(f"ended with {self._child.status}: {last} ({self._child.log})")
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.hear()
 
 
 @dataclass(frozen=True)
@@ -137,7 +163,7 @@ class Bench:
     @contextmanager
     def _children(
         self, kind: str, mode: str, model: Path, found: dict[str, dict[str, Any]]
-    ) -> Iterator[dict[str, Child]]:
+    ) -> Iterator[dict[str, Served]]:
         """Start an engine for each backend, all at once, and end them. Those that do not start have
         the reason in `found`."""
         tokens = self.load.requests * self.load.longest
@@ -146,7 +172,7 @@ class Bench:
         with ExitStack() as ends:
             for name in self.backends:
                 log = self.folder / f"{model.name}-{mode}-{name}.log"
-                child = Child(log, self.engine.program)
+                child = Served(log, self.engine.program)
                 ends.callback(child.end)
                 order = self.engine.arguments(model, name, mode, self.load, cache)
                 child.tell(**order | (self.replaced or {}))
@@ -160,7 +186,7 @@ class Bench:
             yield started
 
     def _measured(
-        self, children: dict[str, Child], found: dict[str, dict[str, Any]]
+        self, children: dict[str, Served], found: dict[str, dict[str, Any]]
     ) -> dict[str, tuple[Generated, Scored]]:
         """Add times to the rows, and return each backend's answers, the second ones too."""
         load, answers = self.load, dict[str, tuple[Generated, Scored]]()
@@ -199,7 +225,7 @@ class Bench:
                     )
         return answers
 
-    def _round(self, child: Child, found: dict[str, Any], prompts: list[list[int]]) -> None:
+    def _round(self, child: Served, found: dict[str, Any], prompts: list[list[int]]) -> None:
         """Add the times of a round: of the first tokens of all prompts, then of steps of
         decoding."""
         first = child.ask(do="time", texts=prompts, tokens=1)
@@ -211,7 +237,7 @@ class Bench:
 
 @contextmanager
 def _noted(
-    children: dict[str, Child], found: dict[str, dict[str, Any]], name: str
+    children: dict[str, Served], found: dict[str, dict[str, Any]], name: str
 ) -> Iterator[None]:
     """Give the row of an engine that fails its reason, and go on without it."""
     try:

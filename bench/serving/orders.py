@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
+from bench.processes import answers
+
 #: Steps of a profile.
 PROFILED = 16
 
@@ -50,9 +52,7 @@ def main(environment: Mapping[str, str], make: Callable[[dict[str, Any]], Served
     """Serve orders until stdin ends. environment: settings unless the user has others."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else writes to stdout, from C too
-    _serve(sys.stdin, answers, make)
+    _serve(sys.stdin, answers(), make)
     # Threads of the engine would keep the process.
     os._exit(0)
 
@@ -73,7 +73,7 @@ def of_a_step(profiler: Any) -> dict[str, float]:
     }
 
 
-def _serve(orders: TextIO, answers: TextIO, make: Callable[[dict[str, Any]], Served]) -> None:
+def _serve(orders: TextIO, said: TextIO, make: Callable[[dict[str, Any]], Served]) -> None:
     engine: Served | None = None
     before = 0
     for line in orders:
@@ -90,6 +90,5 @@ def _serve(orders: TextIO, answers: TextIO, make: Callable[[dict[str, Any]], Ser
             answer = known[kind](**order)
         answer.setdefault("seconds", time.perf_counter() - begin)
         now = engine.readied()
-        answers.write(json.dumps({**answer, "readied": now - before}) + "\n")
-        answers.flush()
+        print(json.dumps({**answer, "readied": now - before}), file=said, flush=True)
         before = now

@@ -28,27 +28,24 @@ class BringupStage:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
-STAGES = (
-    BringupStage("machine", 60, True,
-                 "what the figures below belong to: GPU, driver, clocks, other users"),
-    BringupStage("golden", 30, True,
-                 "single instructions: that the simulator and this GPU agree, bit for bit"),
-    BringupStage("rules", 20, True,
-                 "rules of the machine that no manual promises: kernels that keep and that break "
-                 "them"),
-    BringupStage("micro", 60, True,
-                 "the constants of the timing model: latencies, intervals, rates"),
-    BringupStage("kernels", 600, False,
-                 "each kernel, then masks, lengths and schedulers, against float64"),
-    BringupStage("sanitizer", 600, False, "memory errors and races that results do not show"),
-    BringupStage("sharing", 600, False, "that two processes may share the GPU"),
-    BringupStage("graph", 120, False, "that calls may be captured into CUDA graphs"),
-    BringupStage("decoding", 600, False,
-                 "that KV splits may be joined by a kernel launched beside them"),
-    BringupStage("host", 120, False, "what a call costs the host"),
-    BringupStage("choices", 120, False, "which of two configurations is the faster one here"),
-    BringupStage("throughput", 1200, False,
-                 "how fast the kernels are, beside others' in one process"),
+STAGES = tuple(
+    BringupStage(name, limit, batch, settles)
+    for name, limit, batch, settles in (
+        ("machine", 60, True, "what the figures below belong to: GPU, driver, clocks, other users"),
+        ("golden", 30, True, "single instructions: that the simulator and this GPU agree, bit for "
+                             "bit"),
+        ("rules", 20, True, "rules of the machine that no manual promises: kernels that keep and "
+                            "that break them"),
+        ("micro", 60, True, "the constants of the timing model: latencies, intervals, rates"),
+        ("kernels", 600, False, "each kernel, then masks, lengths and schedulers, against float64"),
+        ("sanitizer", 600, False, "memory errors and races that results do not show"),
+        ("sharing", 600, False, "that two processes may share the GPU"),
+        ("graph", 120, False, "that calls may be captured into CUDA graphs"),
+        ("decoding", 600, False, "that KV splits may be joined by a kernel launched beside them"),
+        ("host", 120, False, "what a call costs the host"),
+        ("choices", 120, False, "which of two configurations is the faster one here"),
+        ("throughput", 1200, False, "how fast the kernels are, beside others' in one process"),
+    )
 )  # fmt: skip
 
 #: Not part of a run: whether the GPU still answers after a hang, and planted failures.

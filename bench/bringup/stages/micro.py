@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.bringup.machine_file import like
 from bench.bringup.micro import microbenchmarks
 from bench.bringup.micro.on_gpu import Loaded
 from bench.bringup.micro.table import Micro
 from bench.bringup.outcome import Outcome, Target
+from bench.bringup.report import like
 from bench.bringup.stages.gpu import gpu
 
 #: The simulator runs kernels up to these: CTAs, and bytes of global memory.

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -82,17 +81,12 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 
 def _under(tool: str, stage: str, step: str, target: Target) -> Outcome:
     """A step of another stage in a process under the tool."""
-    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
-        order, progress = Path(directory, "order.json"), Path(directory, "progress.jsonl")
-        job = {"stage": stage, "items": [step], "target": target.as_json()}
-        order.write_text(json.dumps({**job, "progress": str(progress)}))
-        # Errors of the driver's functions are the step's own to report; cuda-bindings asks the
-        # driver for functions that it may not have.
-        command = [TOOL, "--tool", tool, "--target-processes", "all", "--report-api-errors", "no",
-                   "--error-exitcode", str(FOUND),
-                   sys.executable, "-m", child.__name__, str(order)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        said = progress.read_text().splitlines() if progress.exists() else []
+    # Errors of the driver's functions are the step's own to report; cuda-bindings asks the driver
+    # for functions that it may not have.
+    command = [TOOL, "--tool", tool, "--target-processes", "all", "--report-api-errors", "no",
+               "--error-exitcode", str(FOUND), sys.executable, "-m", child.__name__]  # fmt: skip
+    order = json.dumps({"stage": stage, "items": [step], "target": target.as_json()}) + "\n"
+    done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=LIMIT)
     lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
     summary = next((line.strip("= ") for line in reversed(lines) if "SUMMARY" in line), "")
     explained = _explained(lines, summary)
@@ -103,7 +97,8 @@ def _under(tool: str, stage: str, step: str, target: Target) -> Outcome:
         text = summary or f"status {done.returncode}, no summary"
         return Outcome("failed", text, {"output": output})
     # No error of the tool: then the step's own word counts.
-    ended = [json.loads(line) for line in said if '"end"' in line]
+    said = done.stdout.splitlines()
+    ended = [json.loads(line) for line in said if line.startswith('{"end"')]
     if not ended:
         text = f"the step did not end; status {done.returncode}"
         return Outcome("fault", text, {"stderr": done.stderr[-2000:]})

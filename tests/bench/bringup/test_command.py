@@ -72,7 +72,7 @@ def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(driver, monkeypatch
     """The simulator steps in only where there is no GPU at all."""
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: cuda.bindings")
     monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: failed)
-    monkeypatch.setattr(command, "_has_driver", lambda: driver)
+    monkeypatch.setattr(command, "has_driver", lambda: driver)
     if driver:
         with pytest.raises(ValueError, match="cannot be used: ModuleNotFoundError.*--simulate"):
             command.find_target(simulate=False)

@@ -147,17 +147,12 @@ def test_what_was_missing_may_come_later(tmp_path):
 
 def test_a_killed_child_takes_its_own_children_along(tmp_path):
     """A process that a step has started (compute-sanitizer, a benchmark) does not outlive it."""
-    child = runner.Child(
-        tmp_path,
-        {"stage": "planted", "items": ["stuck with a child"], "target": SIMULATOR.as_json()},
-    )
-    end = time.monotonic() + 60
-    lines = []
-    while not any("note" in line for line in lines) and time.monotonic() < end:
-        lines += child.lines()
-        time.sleep(0.05)
-    pid = int(next(line["note"] for line in lines if "note" in line))
-    child.kill()
+    child = BringupRun(tmp_path, SIMULATOR).start(PLANTED, ["stuck with a child"])
+    assert child.hear(60) == {"begin": "stuck with a child"}
+    pid = int(child.hear(60)["note"])
+    with pytest.raises(TimeoutError):
+        child.hear(0.1)
+    assert child.kill() == "" and child.status == -9
     for _ in range(100):
         state = Path(f"/proc/{pid}/stat")
         if not state.exists() or state.read_text().split()[2] == "Z":
