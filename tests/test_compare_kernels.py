@@ -153,14 +153,6 @@ def test_trees(tmp_path):
         compare_kernels.tree_of("no-such-tree", tmp_path / "none")
 
 
-def test_a_revision_has_what_its_links_point_to(tmp_path):
-    if not (ROOT / ".git").exists():
-        pytest.skip("no git repository")
-    tree = compare_kernels.tree_of("HEAD", tmp_path / "head")
-    links = [path for path in tree.rglob("*") if path.is_symlink()]
-    assert links and all(link.exists() for link in links)
-
-
 def test_options_cover_what_build_offers():
     from fa4_hd256.run.ahead.needs import FORMS, USES
 

@@ -39,20 +39,3 @@ def test_caches_are_left_alone_where_a_process_stays_as_large(monkeypatch):
     resident[0] += 1
     assert release() and not release()
     assert left == [1 << 30, resident[0]]
-
-
-def test_allocated_memory_is_resident():
-    before = held_memory.resident_bytes()
-    held = bytearray(b"1") * (1 << 28)
-    assert held_memory.resident_bytes() - before > len(held) // 2
-
-
-def test_a_process_is_trimmed_once_it_has_grown(monkeypatch):
-    trimmed, resident = [], [1 << 30]
-    monkeypatch.setattr(held_memory, "_resident_after_trim", 1 << 30)
-    monkeypatch.setattr(held_memory, "resident_bytes", lambda: resident[0])
-    monkeypatch.setattr(held_memory, "trim", lambda: trimmed.append(resident[0]))
-    assert not held_memory.trim_if_grown()
-    resident[0] += held_memory.GROWTH
-    assert held_memory.trim_if_grown() and not held_memory.trim_if_grown()
-    assert trimmed == resident

@@ -101,16 +101,6 @@ def test_without_a_gpu_in_pytorch_the_kernels_are_skipped(monkeypatch):
     assert kernels.missing(Target("gpu", "a B300", (10, 3), 148)) == ""
 
 
-def test_the_ladder_has_both_schedulers_and_directions():
-    items = kernels.items(SIMULATOR)
-    assert len(items) == len(set(items))
-    for which in ("forward", "backward"):
-        for scheduler in ("static", "clc"):
-            for mask in ("full 257x255", "causal 257x255", "window 257x255", "packed causal"):
-                assert f"{which} {mask} {scheduler}" in items
-    assert set(items) < set(kernels.items(Target("gpu", "a B200", (10, 0), 148)))
-
-
 @pytest.mark.parametrize("name", ["backward_dq", "backward_products"])
 @pytest.mark.sampled("backward_dq")
 def test_a_gradient_on_another_architecture(name, monkeypatch):

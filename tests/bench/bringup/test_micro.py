@@ -9,7 +9,7 @@ import micro_replays
 import numpy as np
 import pytest
 
-from bench.bringup.micro import memory, microbenchmarks, on_gpu, rates, tensor
+from bench.bringup.micro import memory, microbenchmarks, rates, tensor
 from bench.bringup.micro.simulated import simulate
 from sm100_sim.timing import Values, load
 
@@ -50,11 +50,6 @@ def test_the_model_gives_its_own_constant_back(name):
     assert micro_replays.figure(TABLE[name]) == pytest.approx(wanted, abs=FOLLOWED[name])
 
 
-@pytest.mark.parametrize("shape", ["256x128 group 2 A SMEM", "128x256 group 2 A SMEM"])
-def test_mma_intervals_are_those_of_the_closed_form(shape):
-    assert micro_replays.figure(TABLE[f"MMA interval {shape}"]) == pytest.approx(64, abs=0.5)
-
-
 @pytest.mark.parametrize("kernel", [
     tensor._products(2, 256, 256, tensor.SMEM, 8, 1, 4, 2), replace(tensor._query(), grid=64),
     rates._stream(2, True), rates._stream(2, False), rates._busy(20, 2), memory._cold_load(),
@@ -74,21 +69,3 @@ def test_a_gpu_without_tensor_memory_is_not_asked_for_it():
     hopper = microbenchmarks(132, has_tcgen05=False)
     assert "CLC query" not in hopper and "TMEM load" not in hopper
     assert set(hopper) < set(TABLE)
-
-
-def test_the_clock_is_that_of_tensor_cores_where_there_are_any_to_ask():
-    """An SM's clock is lower as soon as tensor cores work (sm100_sim/docs/timing.md): with that of
-    exp2 alone a machine would be too fast for attention."""
-    found = {
-        has_tcgen05: [m for m in microbenchmarks(148, has_tcgen05).values()
-                      if m.unit == "GHz" and (has_tcgen05 or not m.tcgen05)]
-        for has_tcgen05 in (False, True)
-    }  # fmt: skip
-    sets = {key: [m.name for m in of if m.constant == "clock_ghz"] for key, of in found.items()}
-    assert sets == {True: ["SM clock of tensor cores"], False: ["SM clock under load"]}
-    chosen = next(m for m in found[True] if m.constant)
-    assert chosen.tcgen05 and chosen.kernels[0].grid == 148
-    assert "tcgen05.mma.cta_group::2" in chosen.kernels[0].ptx
-    # On a GPU at rest: all its launches are done before the first look of a driver's loop.
-    clocks = 160 * 128 * chosen.kernels[0].rounds
-    assert (2 + 2 * on_gpu.CLOCKS_TAKEN) * clocks / 1.7e9 < 0.079

@@ -49,13 +49,6 @@ def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
         measured.measure(measured.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
 
 
-def test_the_grid():
-    cases = measured.default_cases()
-    found = {(case.dtype, case.pattern.true_share(), case.pattern.degree) for case in cases}
-    assert len(found) == len(cases) == 2 * (1 + 3 * 4)
-    assert {float(share) for _, share, _ in found} == {0.0, 0.1875, 0.375, 1.0}
-
-
 def test_forms(monkeypatch, capsys):
     (hardware,) = measured.measure_all([HARDWARE_CASE], jobs=1)
     coarser = replace(hardware.comparison, max_error=2 * hardware.comparison.max_error)

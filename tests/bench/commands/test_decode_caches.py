@@ -7,7 +7,6 @@ from fake_timer import CountingTimer
 from in_torch import in_torch
 
 from bench.decode import caches
-from bench.measure.checking import _blocks
 from bench.measure.providers import Inputs, Pages
 from bench.measure.settings import Sampling
 from fa4_hd256.quantize import dequantize_nvfp4
@@ -60,13 +59,6 @@ def test_all_caches_hold_the_same_numbers():
     assert torch.equal(of_bf16.q, of_e4m3.q) and torch.equal(of_bf16.q, of_nvfp4.q)
 
 
-def test_numbers_of_nvfp4_are_those_that_are_checked():
-    inputs = caches._inputs(TYPED, torch.device("cpu"))
-    (block, *_), *_ = _blocks(TYPED)
-    for found, exact in zip(*(block.operands(inputs[kind]) for kind in ("NVFP4", "bf16"))):
-        assert torch.equal(found, exact)
-
-
 @pytest.mark.sampled("PyTorch")
 def test_a_row_of_pages(here):
     row = caches.measured(PAGED, CountingTimer(), Sampling(0, 3))
@@ -110,14 +102,6 @@ def test_pages_of_few_rows(here, kv_type):
     assert row["rate_pages_64"] == pytest.approx(ELEMENTS * nbytes / 1e-6 / 1e12)
     text = caches.table(case, "T", [row]).as_markdown()
     assert "pages of 1 over the first" in text and kv_type in text
-
-
-def test_cases_of_few_rows():
-    """Cases cover both dtypes, one sequence and many, at the lengths that have an aim."""
-    found = caches.small_page_cases()
-    assert {case.kv_types for case in found} == {("bf16",), ("e4m3",)}
-    assert {case.seqlen_k for case in found} == {8192, 131072}
-    assert len({str(case) for case in found}) == len(found) == 16
 
 
 @pytest.mark.sampled

@@ -11,26 +11,9 @@ from bench import modelled
 from bench.__main__ import main
 from bench.commands import decode
 from bench.measure import throughput
-from bench.options import DECODE_PARTS
 from bench.suite import Case
 
 pytest.importorskip("cutlass")
-
-
-def _cases(only, *parts):
-    makers = {name: decode.PARTS[name].cases for name in decode.PARTS}
-    return decode.chosen(Namespace(parts=[*parts], only=only), makers)
-
-
-def test_cases_of_the_parts():
-    assert tuple(decode.PARTS) == DECODE_PARTS == tuple(_cases(None))
-    # New rows are of one query each; a part without such a case is left out.
-    assert {name: len(cases) for name, cases in _cases("128x(1, 131072)").items()} == {
-        "rates": 1, "kv-types": 1, "pages": 1,
-    }  # fmt: skip
-    assert [case.shape for case in _cases("128x", "new-rows")["new-rows"]] == ["128x(1, 8192)"]
-    with pytest.raises(ValueError, match=r"no case has '7x' in its line; there are decode: 4x\(1"):
-        _cases("7x", "new-rows")
 
 
 def test_the_parts_measure_and_a_wrong_result_fails(monkeypatch, capsys):

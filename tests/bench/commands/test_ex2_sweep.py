@@ -14,21 +14,6 @@ from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pat
 pytest.importorskip("cutlass")
 
 
-AXES = {"freq": [4, 8], "res": [2, 3, 4], "start": [0], "degree": [3, 5]}
-
-
-def test_the_grid_has_every_mix_once():
-    patterns = measured.grid(AXES, last_fragment_hardware=True)
-    # Pairs are emulated or not, so res 3 is res 2 of freq 4 and res 4 of freq 8 is half of it.
-    shares = sorted({float(p.true_share()) for p in patterns})
-    assert patterns[0] == HARDWARE_ONLY
-    assert shares == [0.0, 0.1875, 0.375, 0.75]
-    assert len(patterns) == 1 + 2 * 4
-    assert not any(p.last_fragment_hardware for p in measured.grid(AXES, False)[1:])
-    with pytest.raises(ValueError, match="ex2_emu_freq is 3"):
-        measured.grid({**AXES, "freq": [3]}, True)
-
-
 def test_errors_follow_the_polynomial():
     hardware, coarse, fine = (
         measured.error_of(p)

@@ -10,7 +10,6 @@ import torch
 
 from bench.__main__ import main
 from bench.measure import gradient_accuracy as measured
-from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.run import backward
 
 pytestmark = pytest.mark.simulator
@@ -64,16 +63,6 @@ def test_other_kernels_than_the_case_is_of_are_an_error(architecture):
     call = replace(DENSE, parts=True)
     with pytest.raises(RuntimeError, match="full: stored dS and parts are"):
         measured.measure(case_of(call, architecture))
-
-
-def test_the_grid():
-    cases = measured.default_cases()
-    assert len(set(cases)) == len(cases) == len(ARCHITECTURES) * 2 * len(measured.CALLS)
-    assert len({call.name for call in measured.CALLS}) == len(measured.CALLS)
-    holes = measured._holes(256, 300, torch.Generator().manual_seed(0))[0, 0]
-    tiles = [tile for rows in holes.split(128) for tile in rows.split(128, dim=1)]
-    shares = {tile.double().mean().item() for tile in tiles}
-    assert {0.0, 1.0} < shares, "tiles that are full, empty and neither"
 
 
 @pytest.mark.sampled

@@ -7,7 +7,6 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import suite
 from bench.commands import schedulers
 from bench.suite import BACKWARD, FORWARD, Case
 
@@ -25,15 +24,6 @@ pytest.importorskip("cutlass")
 )
 def test_what_is_ranked(gains, better):
     assert schedulers.better(np.array(gains)) == better
-
-
-def test_default_cases_are_the_kinds_asked_for():
-    groups = {case.group for case in schedulers.default_cases()}
-    assert groups == {"dense", "causal", "window", "varlen", "ragged"}
-    parsed = type("Arguments", (), {
-        "group": None, "heads": ["8/4"], "max_tokens": None, "only": None,
-    })  # fmt: skip
-    assert {c.group for c in suite.selected(parsed, schedulers.default_cases)} == {"window"}
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import suite
 from bench.commands import throughput
 from bench.measure import checking, providers
 from bench.measure import throughput as measured
@@ -196,27 +195,6 @@ def test_providers_by_name():
     assert [p.name for p in throughput.chosen_providers(None)] == names[:-1]
     assert names[-1] == "PyTorch math"
     assert [p.name for p in throughput.chosen_providers(["cuDNN", "ours"])] == ["ours", "cuDNN"]
-
-
-def test_the_suite():
-    cases = suite.cases()
-    assert len(set(cases)) == len(cases)
-    assert {case.heads_text for case in cases} >= {"32/2", "16/2", "24/4", "16/16", "8/8"}
-    tokens = {sum(q for q, _ in c.lengths) for c in cases if c.group == "dense"}
-    assert tokens == {32768, 65536, 131072}
-    assert any(c.batch == 8192 and c.seqlen_q == 34 for c in cases)
-    with pytest.raises(ValueError, match="group 'sparse'; accepted are dense"):
-        suite.cases(["sparse"])
-    asked = suite.cases(suite.BY_NAME)
-    assert len(set(asked)) == len(asked) and not any(c.group == "decode" for c in cases)
-    chunk = next(case for case in asked if case.group == "chunked prefill")
-    # All but half of the last 512 keys.
-    assert chunk.flop(FORWARD) == pytest.approx(4 * 512 * (65536 - 255.5) * 256 * 16)
-    assert chunk.kv_elements == 2 * 65536 * 256
-    window = Case("window", ((6, 8),), 1, 1, True, (2, None))
-    # Level with key r + 2: rows see keys 0..2, 1..3, .., 5..7.
-    assert window.flop(FORWARD) == 4 * 256 * 18
-    assert CAUSAL.flop(BACKWARD) == 2.5 * 4 * 256 * 2 * 70 * 70 / 2
 
 
 def test_e4m3_is_beside_bf16_and_judged_by_rounded_probabilities():

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,11 +24,6 @@ def test_batches_repeat_and_their_second_half_the_first():
     half = SHAPE.seqlen // 2 + 1
     assert torch.equal(first[:, half:], first[:, : 129 - half])
     assert not torch.equal(first, training.batch_of(4, SHAPE))
-
-
-def test_layers_have_windows_but_for_some():
-    assert [SHAPE.window_of(layer) for layer in range(4)] == [40, None, 40, None]
-    assert training.Shape(window=0).window_of(0) is None
 
 
 @pytest.mark.parametrize("name", ["ours", "SDPA bf16", "float32, rounded as kernels do"])
@@ -61,11 +55,6 @@ def test_table():
     assert exact["apart"] is None and theirs["status"] == "no CUDA device"
     assert table.rows[5]["equal"] == "others" and table.rows[5]["seed"] == 5
     assert "2 layers. Losses in nats" in table.as_markdown()
-
-
-def test_means():
-    assert np.array_equal(command.smoothed([1.0] * 40), np.ones(40))
-    assert command.smoothed([float(n) for n in range(40)])[-1] == pytest.approx(29.5)
 
 
 def test_rounding_needs_no_gpu(monkeypatch, capsys):
@@ -103,8 +92,3 @@ def test_rounding_changes_gradients_by_what_bf16_lacks():
     for a, b in zip(exact, found):
         error = (a.grad - b.grad).norm() / a.grad.norm()
         assert 1e-3 < error < 1e-2
-
-
-def test_back_ends_are_named():
-    names = training.back_ends(SHAPE, CPU).split(", ")
-    assert len(names) == 2 and set(names) <= {"MATH", "FLASH_ATTENTION"}

@@ -224,24 +224,3 @@ def test_schedulers_give_the_same_bits(monkeypatch):
             assert report.grid == (2 * tiles, 1, 1)
             stolen = max(0, tiles - resident)
             assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}
-
-
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
-    """Seven of eight sequences have one row: the forward counts past their blocks, while dQ and
-    dK/dV request each tile, unless FA_CLC says otherwise."""
-
-    lengths = ((300, *(1,) * 7),) * 2
-    tensors = packed(lengths, (2, 1), torch.bfloat16, "cpu")
-    dout = torch.randn_like(tensors[0])
-    call = {"causal": True, **lengths_of(lengths, "cpu")}
-    for setting, dynamic in ((None, [False, True, True]), ("0", [False] * 3), ("1", [True] * 3)):
-        monkeypatch.delenv("FA_CLC", raising=False)
-        if setting is not None:
-            monkeypatch.setenv("FA_CLC", setting)
-        gradients(tensors, dout, **call)
-        forward, _, dkdv, dq = last_reports(4)
-        asked = [report.clc["try_cancel"] > 0 for report in (forward, dkdv, dq)]
-        assert asked == dynamic, setting

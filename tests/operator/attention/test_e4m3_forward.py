@@ -30,16 +30,9 @@ from e4m3_cases import (
 from paged_cases import Paged, int32, offsets
 
 import sm100_sim
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-    masks,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.check import reference
-from fa4_hd256.compat import flash_attn_3
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.score_mods import alibi
 from sm100_sim.tools.golden.instructions.tensor_sums import chain
@@ -87,19 +80,6 @@ def test_options(options, device):
     sink = torch.randn(8, device=device)
     found = attend(tensors, given, learnable_sink=sink, **options)
     accurate_e4m3(found, tensors, given, learnable_sink=sink, **options)
-
-
-@pytest.mark.parametrize("form", ["one", "expanded", "columns"])
-@pytest.mark.sampled
-def test_forms_of_scales(form, device):
-    tensors = triple((40, 200), (4, 2), 3, device)
-    given = {
-        "one": all_scales(1),
-        "expanded": {name: t.expand(3, 2) for name, t in all_scales(1, 2).items()},
-        "columns": {name: t.T for name, t in all_scales(2, 3).items()},
-    }[form]
-    given = {name: t.to(device) for name, t in given.items()}
-    accurate_e4m3(attend(tensors, given), tensors, given)
 
 
 @pytest.mark.parametrize("steps", [0.6, 3.9, 12.0])
@@ -275,31 +255,7 @@ def test_new_rows_of_a_cache(dtype, device):
         accurate_e4m3((out[row : row + 1], lse[row : row + 1]), own, scale, causal=True)
 
 
-@pytest.mark.sampled
-def test_scheduler_metadata(device):
-    tensors, used = triple((1, 900), (8, 2), 3, device), int32([900, 1, 300], device)
-    listed = get_scheduler_metadata(used, 1, 900, 8, 2, kv_dtype=E4M3, q_dtype=E4M3)
-    out, lse = flash_attn_varlen_func(
-        *tensors, seqused_k=used, scheduler_metadata=listed, return_lse=True
-    )
-    for row, length in enumerate(used.tolist()):
-        q, k, v = (t[row : row + 1] for t in tensors)
-        own = q, k[:, :length], v[:, :length]
-        accurate_e4m3((out[row : row + 1], lse[row : row + 1]), own)
-
-
 # ---------------------------------------------------------------- flash-attention 3's functions
-
-
-@pytest.mark.parametrize("names", ["qkv", "k", ""])
-@pytest.mark.sampled
-def test_flash_attention_3(names, device):
-    """Scales that are not given are 1."""
-    tensors = triple((130, 200), (4, 2), 2, device)
-    given = {n: t for n, t in all_scales(2, 2, device=device).items() if n[0] in names}
-    out, lse = flash_attn_3.flash_attn_func(*tensors, causal=True, return_attn_probs=True, **given)
-    assert out.dtype == torch.bfloat16
-    accurate_e4m3((out, lse), tensors, given, causal=True)
 
 
 # ---------------------------------------------------------------- in the simulator

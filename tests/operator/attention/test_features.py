@@ -10,8 +10,6 @@ from paged_cases import accurate, offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 
-LSE_TOLERANCE = 1e-3
-
 
 def inputs(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, dtype=torch.bfloat16, device="cpu"):
     shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
@@ -223,50 +221,3 @@ def test_nothing_to_do(device):
         max_seqlen_k=1, return_lse=True,
     )  # fmt: skip
     assert (out == 0).all() and (lse == -math.inf).all()
-
-
-def is_dynamic() -> bool:
-    """Return True if the last simulated launch requested tiles, of the hardware or of a counter."""
-    import sm100_sim
-
-    # The last kernel of packed calls has no scheduler.
-    report = [r for r in sm100_sim.last_reports() if "TailKernel" not in r.kernel][-1]
-    return report.clc["try_cancel"] > 0 or "atom.relaxed.gpu.global.inc.u32" in report.opcodes
-
-
-@pytest.mark.simulator
-@pytest.mark.sampled
-def test_the_default_scheduler(monkeypatch):
-    """The mask decides; it is static where most of the grid lies past the end of packed
-    sequences."""
-    monkeypatch.delenv("FA_CLC")
-    q, k, v = inputs(9, 20, 2, 1)
-    calls = [({}, False), ({"causal": True}, True), ({"window_size": (5, None)}, True)]
-    for options, is_clc in calls:
-        flash_attn_func(q, k, v, **options)
-        assert is_dynamic() == is_clc
-    for lengths, is_clc in (([9, 0], True), ([9] + [0] * 6, False)):
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        flash_attn_varlen_func(
-            q[0], k[0, :9], v[0, :9], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=9,
-            max_seqlen_k=9, causal=True,
-        )  # fmt: skip
-        assert is_dynamic() == is_clc
-
-
-@pytest.mark.simulator
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.parametrize("resident", [1, 3, 40])
-def test_clc_is_live(resident, monkeypatch):
-    """Clusters are cancelled and executed by others, every tile once, whatever is resident."""
-    import sm100_sim
-
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", str(resident))
-    tensors = inputs(600, 200, 3, 1, batch=2)
-    out, lse = flash_attn_func(*tensors, causal=True, return_lse=True, use_clc=True)
-    accurate(out, lse, tensors, causal=True)
-    report = sm100_sim.last_reports()[-1]
-    tiles = 3 * 3 * 2
-    assert report.grid == (2 * tiles, 1, 1)
-    stolen = max(0, tiles - resident)
-    assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}

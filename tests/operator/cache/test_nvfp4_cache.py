@@ -8,13 +8,7 @@ from nvfp4_cases import Cache, PagedCache, accurate, dense
 from paged_cases import int32, offsets
 
 import sm100_sim
-from fa4_hd256 import (
-    AttentionModel,
-    Needs,
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-)
+from fa4_hd256 import AttentionModel, Needs, flash_attn_func, flash_attn_with_kvcache
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.nvfp4_format import NVFP4
@@ -141,17 +135,6 @@ def test_every_code_and_scale_is_exact(device):
     out, _ = attend(torch.zeros(2, 1, 2, 256, device=device).half(), cache)
     wanted = cache.values()[1].reshape(2, 1, 2, 256)
     assert torch.equal(out.double(), wanted)
-
-
-@pytest.mark.sampled
-def test_scheduler_metadata(device):
-    lengths = int32([700, 60], device)
-    q, cache = dense(1, 700, (8, 1), device=device)
-    metadata = get_scheduler_metadata(lengths, 1, 700, 8, 1, kv_dtype=NVFP4)
-    found = attend(q, cache, cache_seqlens=lengths, scheduler_metadata=metadata)
-    for b, length in enumerate(lengths.tolist()):
-        values = [t[b : b + 1, :length] for t in cache.values()]
-        accurate([t[b : b + 1] for t in found], q[b : b + 1], values)
 
 
 # ---------------------------------------------------------------- new rows

@@ -21,7 +21,6 @@ from fa4_hd256.check import reference
 from fa4_hd256.compat import arguments
 from fa4_hd256.integrations import sglang, vllm
 from fa4_hd256.integrations.engines import our_options
-from fa4_hd256.run.execute import Execution
 from fa4_hd256.score_mods import alibi
 
 LSE_TOLERANCE = 1e-3
@@ -174,42 +173,8 @@ def test_vllm_with_its_cache(device, changed, options):
     batch.accurate(batch.out, k, v, causal=True, **options)
 
 
-@pytest.mark.sampled
-def test_vllm_with_sinks(device):
-    batch = Batch(device, [1, 1], [20, 33])
-    k, v = vllm_cache(batch)
-    sink = torch.randn(4).to(device, torch.bfloat16)
-    values = vllm_values(batch) | {"k": k, "v": v, "s_aux": sink}
-    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
-    batch.accurate(batch.out, k, v, causal=True, learnable_sink=sink)
-
-
 def slopes_of(heads, device):
     return torch.tensor([2.0 ** -(1 + n) for n in range(heads)], device=device)
-
-
-def of_reference(slopes, seqlen_q, seqlen_k):
-    own = slopes.double().cpu()
-    return lambda s, b, h, q, k: s - own[h] * (q + seqlen_k - seqlen_q - k).abs()
-
-
-@pytest.mark.sampled
-def test_vllm_with_alibi(device):
-    """ALiBi works over vLLM's cache and over packed keys, queries the last of their keys."""
-    slopes, counts = slopes_of(4, device), (9, 37)
-    batch = Batch(device, [counts[0]] * 2, [counts[1]] * 2)
-    k, v = vllm_cache(batch)
-    values = vllm_values(batch) | {"k": k, "v": v, "alibi_slopes": slopes}
-    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
-    batch.accurate(batch.out, k, v, causal=True, score_mod=of_reference(slopes, *counts))
-    k, v = (batch.both(2 * counts[1], batch.heads_kv, 256) for _ in "kv")
-    values |= {
-        "k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, device), "causal": False,
-        "num_splits": 1,
-    }  # fmt: skip
-    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["encoder"])})
-    found = of_reference(slopes, *counts)
-    batch.accurate_packed(batch.out, k, v, batch.keys, score_mod=found)
 
 
 def test_vllm_with_wrong_slopes():
@@ -221,39 +186,6 @@ def test_vllm_with_wrong_slopes():
     values |= {"alibi_slopes": slopes_of(4, "cpu"), "softcap": 30.0}
     with pytest.raises(ValueError, match="softcap is 30.0 with a score_mod"):
         vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
-
-
-@pytest.mark.sampled
-def test_vllm_keys_dealt_out_to_ranks(device):
-    """The context in pages, all of it seen, and the new keys, which are packed: two results with
-    LSE, to be merged."""
-    batch = Batch(device, [1, 5], [18, 40])
-    k, v = vllm_cache(batch)
-    values = vllm_values(batch) | {"return_softmax_lse": True, "causal": False, "k": k, "v": v}
-    _, lse = vllm.flash_attn_varlen_func(
-        **{n: values[n] for n in names_of(VLLM["context of a rank"])}
-    )
-    batch.accurate(batch.out, k, v, lse)
-    new = [batch.both(sum(batch.queries), batch.heads_kv, 256) for _ in "kv"]
-    values |= dict(zip("kv", new)) | {"causal": True, "cu_seqlens_k": values["cu_seqlens_q"],
-                                      "max_seqlen_k": values["max_seqlen_q"]}  # fmt: skip
-    _, lse = vllm.flash_attn_varlen_func(
-        **{n: values[n] for n in names_of(VLLM["new keys of a rank"])}
-    )
-    batch.accurate_packed(batch.out, *new, batch.queries, lse, causal=True)
-
-
-@pytest.mark.sampled
-def test_vllm_encoder(device):
-    """No cache, no causality, a window on both sides."""
-    batch = Batch(device, [7, 23], [7, 23])
-    k, v = (batch.both(30, batch.heads_kv, 256) for _ in "kv")
-    values = vllm_values(batch) | {
-        "k": k, "v": v, "cu_seqlens_k": offsets(batch.queries, device), "causal": False,
-        "window_size": [3, 3], "num_splits": 1,
-    }  # fmt: skip
-    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["encoder"])})
-    batch.accurate_packed(batch.out, k, v, batch.queries, window_size=(3, 3))
 
 
 def sglang_cache(batch):
@@ -343,46 +275,6 @@ def test_sglang_does_not_divide_keys_but_by_a_list(device, monkeypatch):
     assert seen == [{"scheduler_metadata": listed}, {"num_splits": 1}, {"num_splits": 1}]
 
 
-@pytest.mark.sampled
-def test_sglang_drafts(device):
-    """Target verification: keys before the drafts, all of them seen, with LSE to merge."""
-    batch = Batch(device, [4, 4], [33, 50])
-    k_cache, v_cache = sglang_cache(batch)
-    values = sglang_values(batch) | {
-        "k_cache": k_cache, "v_cache": v_cache, "causal": False, "return_softmax_lse": True,
-        "num_splits": 1,
-    }  # fmt: skip
-    names = names_of(SGLANG["parts of a prompt, drafts"])
-    out, lse, *rest = sglang.flash_attn_with_kvcache(**{n: values[n] for n in names})
-    assert not rest
-    batch.accurate(out, k_cache, v_cache, lse)
-    # The drafts themselves lie row by row, as pages of one row.
-    rows = torch.arange(k_cache.shape[1], dtype=torch.int32, device=device)
-    values |= {
-        "k_cache": k_cache.view(-1, 1, 2, 256), "v_cache": v_cache.view(-1, 1, 2, 256),
-        "page_table": (values["page_table"][:, :, None] * len(rows) + rows).flatten(1),
-    }  # fmt: skip
-    found = sglang.flash_attn_with_kvcache(**{n: values[n] for n in names})
-    assert all(map(torch.equal, found, (out, lse)))
-
-
-@pytest.mark.parametrize("site", ["without a cache", "parts of a prefix"])
-@pytest.mark.sampled
-def test_sglang_without_a_cache(device, site):
-    batch = Batch(device, [7, 23], [7, 23])
-    k, v = (batch.both(30, batch.heads_kv, 256) for _ in "kv")
-    values = sglang_values(batch) | {
-        "k": k,
-        "v": v,
-        "cu_seqlens_k": offsets(batch.keys, device),
-        "return_softmax_lse": True,
-    }
-    got = sglang.flash_attn_varlen_func(**{n: values[n] for n in names_of(SGLANG[site])})
-    out, lse = got if site == "parts of a prefix" else (got, None)
-    assert out.data_ptr() == batch.out.data_ptr()
-    batch.accurate_packed(out, k, v, batch.keys, lse, causal=True)
-
-
 def three_calls(batch):
     """Functions of both engines with `out`: vLLM's, SGLang's with a cache and without."""
     k, v = vllm_cache(batch)
@@ -394,36 +286,6 @@ def three_calls(batch):
     k, v = (batch.both(sum(batch.keys), batch.heads_kv, 256) for _ in "kv")
     values |= {"k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, batch.device)}
     yield sglang.flash_attn_varlen_func, {n: values[n] for n in names_of(SGLANG["without a cache"])}
-
-
-@pytest.mark.parametrize("which", range(3), ids=["vllm", "sglang", "sglang, no cache"])
-@pytest.mark.sampled
-def test_out_is_written_by_the_kernels(device, monkeypatch, which):
-    """Kernels write out where its layout lets them; else it is copied to."""
-    batch, seen, run = Batch(device, [1, 3], [20, 5]), [], Execution.run
-
-    def spy(execution, *given):
-        seen.append("out" in execution.plan.inputs)
-        return run(execution, *given)
-
-    monkeypatch.setattr(Execution, "run", spy)
-    call, given = list(three_calls(batch))[which]
-    assert call(**given) is batch.out
-    wide = batch.q.new_full((4, 4, 512), torch.nan)
-    assert call(**given | {"out": wide[..., ::2]}).data_ptr() == wide.data_ptr()
-    assert seen == [True, False]
-    assert torch.equal(wide[..., ::2], batch.out) and wide[..., 1::2].isnan().all()
-    wrong = {
-        "out has dtype torch.float16; accepted: torch.bfloat16": batch.out.half(),
-        r"out has shape \(5, 4, 4, 256\); accepted: \(4, 4, 256\)": batch.q.new_empty(5, 4, 4, 256),
-        r"out has shape \(6, 4, 256\)": batch.q.new_empty(6, 4, 256),
-        "out has dtype torch.float32": batch.q.new_empty(4, 4, 512).float()[..., ::2],
-        r"out has shape \(6, 4, 256\); ": batch.q.new_empty(6, 4, 512)[..., ::2],
-        "out must be a torch.Tensor or None, got list": [batch.out],
-    }
-    for message, out in wrong.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            call(**given | {"out": out})
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile, keys, native_cache
-from fa4_hd256.run.catalogue import KINDS, KernelSpec
+from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = pytest.mark.architecture("sm_100a")
@@ -266,13 +266,6 @@ def test_what_of_the_backward_is_compiled_in(kind):
     assert {name for name, config in changed.items() if config.of_kernel(kind) != default} == {kind}
 
 
-def test_a_setting_for_another_architecture_is_an_error(monkeypatch):
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    message = "CUTE_DSL_ARCH is sm_90a.*compiled for sm_100f; unset .*sm_103a"
-    with pytest.raises(RuntimeError, match=message):
-        compile.trace_and_compile(SPEC)
-
-
 def test_an_unknown_kind_of_kernel():
     with pytest.raises(ValueError, match="kind is 'sideways'; accepted: .*forward"):
         KernelSpec("sideways", ForwardConfig(), CLASS)
@@ -430,7 +423,3 @@ def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     imported = re.findall(rb"^from \.+(?:call|gpus)[\w.]* import (.*)$",
                           b"\n".join(sources.values()), re.M)  # fmt: skip
     assert imported and {name for names in imported for name in names.decode().split(", ")} <= TYPES
-
-
-def test_every_kind_of_kernel_has_a_direction():
-    assert {kind.partition("_")[0] for kind in KINDS} == keys.OTHER.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 import time
@@ -11,9 +10,7 @@ from types import SimpleNamespace
 
 import cutlass.cute as cute
 import pytest
-import style
 import torch
-from checkout import ROOT
 
 from fa4_hd256.run import execute, launch
 from fa4_hd256.run.arguments import STREAM
@@ -90,13 +87,3 @@ def test_an_execution_keeps_the_module(loaded, monkeypatch):
     del execution
     gc.collect()
     assert loaded[0]() is None
-
-
-def test_nothing_in_the_operator_is_a_cached_property():
-    """A cached property runs once only where threads do not meet: from Python 3.12 on it has no
-    lock."""
-    assert not isinstance(vars(CompiledKernel)["function"], functools.cached_property)
-    sources = [name for name in style.sources(ROOT) if name.startswith("fa4_hd256/")]
-    assert len(sources) > 100
-    assert [n for n in sources if "@functools.cached_property" in (ROOT / n).read_text()] == []
-    assert [n for n in sources if "import cached_property" in (ROOT / n).read_text()] == []

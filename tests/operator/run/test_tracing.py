@@ -68,18 +68,6 @@ def compiling(monkeypatch):
     return through
 
 
-def test_what_the_compiler_is_asked_for(compiling):
-    """PTX and cubin for the target, with lines of Python, in a folder that is gone afterwards."""
-    compiler = Compiler()
-    compiling(compiler)
-    assert compiler.given == ("kernel", 1, 2) and compiler.arch == "sm_103a"
-    folder = compiler.options.pop("DumpDir")
-    assert "fa4_hd256_" in folder
-    assert compiler.options == {
-        "GPUArch": "sm_103a", "GenerateLineInfo": True, "KeepPTX": True, "KeepCUBIN": True,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("answer", [{"ptx": ""}, {"cubin": b""}, {"ptx": "", "cubin": b""}])
 def test_an_answer_without_code_is_refused(compiling, answer):
     with pytest.raises(RuntimeError, match="returned no PTX or no cubin; unset CUTE_DSL_DRYRUN"):
@@ -124,18 +112,6 @@ def test_no_garbage_is_collected_meanwhile(monkeypatch, is_enabled):
         assert gc.isenabled() == is_enabled
     finally:
         gc.enable()
-
-
-def test_the_target_is_set_for_the_body_alone(monkeypatch):
-    settings = CuTeDSL._get_dsl().envar
-    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
-    before = settings._arch
-    with targeting("sm_90a"):
-        assert settings.arch == "sm_90a"
-    assert settings._arch == before
-    with pytest.raises(KeyError), targeting("sm_100f"):
-        raise KeyError
-    assert settings._arch == before
 
 
 @pytest.mark.parametrize(

@@ -172,27 +172,6 @@ def test_packed_keys_without_any_row(device):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize("num_splits", [3, 16])
-@pytest.mark.sampled
-def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
-    """NaN past seqused_k reaches no part; rows past seqused_q are 0 with an LSE of -inf."""
-    q, k, v = inputs((140, 500), batch=3, device=device)
-    used_q, used_k = (140, 77, 0), (0, 331, 500)
-    for b in range(3):
-        q[b, used_q[b] :] = math.nan
-        k[b, used_k[b] :] = math.nan
-        v[b, used_k[b] :] = math.nan
-    out, lse = flash_attn_varlen_func(
-        q, k, v, seqused_q=ints(used_q, device), seqused_k=ints(used_k, device), causal=True,
-        return_lse=True, num_splits=num_splits, use_clc=False,
-    )  # fmt: skip
-    for b in range(3):
-        n, m = used_q[b], used_k[b]
-        part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
-        accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, causal=True)
-        assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
-
-
 @pytest.mark.parametrize("num_splits", [2, 5])
 @pytest.mark.sampled
 def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
