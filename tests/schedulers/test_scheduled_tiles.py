@@ -7,7 +7,7 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from cross_compile import compile_for, opcode_counts
+from cross_compile import compile_for
 from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, places, schedule
 
@@ -248,57 +248,6 @@ def test_a_problem_without_tiles_has_no_grid():
 
 
 # ---------------------------------------------------------------- compiled code
-
-
-def _opcodes(scheduler_class):
-    return opcode_counts(_compiled(scheduler_class, True))
-
-
-def _starting(counts, prefix):
-    return sum(count for opcode, count in counts.items() if opcode.startswith(prefix))
-
-
-def test_clc_is_in_the_compiled_kernel():
-    counts = _opcodes(ClcScheduler)
-    try_cancel = (
-        "clusterlaunchcontrol.try_cancel.async.shared::cta"
-        ".mbarrier::complete_tx::bytes.multicast::cluster::all.b128"
-    )
-    assert counts[try_cancel] == 1, "one place in the program makes queries"
-    # The working warps' loop and the scheduler warp's loop each decode the response.
-    assert _starting(counts, "clusterlaunchcontrol.query_cancel.is_canceled") == 2
-    assert _starting(counts, "clusterlaunchcontrol.query_cancel.get_first_ctaid") == 2
-    assert counts["ld.shared.b128"] == 2, "one 128-bit load a response"
-    # One fence for the read of the response and for the release of shared memory.
-    assert counts["fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster"] == 2
-    assert counts["fence.proxy.async.shared::cta"] == 0
-    assert _starting(counts, "fence.release") == 0
-    assert counts["mbarrier.arrive.relaxed.cluster.shared::cluster.b64"] == 2
-    assert _starting(counts, "mbarrier.arrive.release.cluster") == 0
-    assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
-
-
-def test_the_counter_is_in_the_compiled_kernel():
-    one, pair = (_opcodes(scheduler_class) for scheduler_class in COUNTERS)
-    for counts in (one, pair):
-        assert counts["atom.relaxed.gpu.global.inc.u32"] == 1, "one place in the program counts"
-        assert _starting(counts, "clusterlaunchcontrol") == 0
-    # A single CTA needs nothing of a cluster; a pair gets the number by an asynchronous store each.
-    assert _starting(one, "mapa") == _starting(one, "st.async") == _starting(one, "barrier.cl") == 0
-    assert pair["st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"] == 1
-
-
-def test_the_static_scheduler_exchanges_nothing():
-    counts = _opcodes(StaticPersistentScheduler)
-    assert _starting(counts, "clusterlaunchcontrol") == 0
-    assert _starting(counts, "mbarrier") == 0
-
-
-@pytest.mark.parametrize("scheduler_class", (StaticPersistentScheduler, ClcScheduler, *COUNTERS))
-def test_decoding_a_tile_costs_no_division(scheduler_class):
-    counts = _opcodes(scheduler_class)
-    assert _starting(counts, "div.") == 0 and _starting(counts, "rem.") == 0
-    assert counts["mul.hi.u32"] > 0
 
 
 @pytest.mark.parametrize(

@@ -433,13 +433,6 @@ def test_what_a_wrapper_does_counts():
     assert len({key_of(function) for function in found}) == len(found)
 
 
-def test_a_key_of_ones_own_for_another_constant_is_noticed():
-    ScoreMod(plus(1.0), None, "my own")
-    ScoreMod(plus(1.0), None, "my own")
-    with pytest.raises(ValueError, match="'my own' of a score_mod names other functions"):
-        ScoreMod(plus(2.0), None, "my own")
-
-
 class Times:
     def __init__(self, factor):
         self.factor = factor

@@ -9,17 +9,9 @@ from __future__ import annotations
 import cache_reference
 import pytest
 import torch
-from e4m3_cases import accurate as accurate_e4m3
-from e4m3_cases import codes, exact, scales
 from paged_cases import Paged, accurate, int32, offsets
 
-from fa4_hd256 import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-    masks,
-)
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 from fa4_hd256.score_mods import alibi
 
 
@@ -212,30 +204,6 @@ def test_pages_and_lengths_on_the_device(num_splits, device):
 
 
 @pytest.mark.sampled
-def test_a_list_of_parts(device):
-    paged = Paged.of((700, 30, 131), 64, device=device)
-    lengths = (2, 0, 2)
-    q, mask = randn(4, 8, device=device), trees(3, 2, device=device)
-    metadata = get_scheduler_metadata(paged.used, 2, 704, 8, 1, causal=True)
-    check_pages(
-        q, paged, lengths, mask, causal=True, longest=2, max_seqlen_k=704,
-        scheduler_metadata=metadata,
-    )  # fmt: skip
-
-
-@pytest.mark.sampled
-def test_batch_invariant(device):
-    """A sequence alone and among others, whose masks differ."""
-    paged = Paged.of((700, 1100), 16, device=device)
-    q, mask = randn(10, 2, device=device), trees(2, 5, device=device)
-    options = {"batch_invariant": True, "use_clc": False, "max_seqlen_k": 1100, "longest": 5}
-    out, lse = check_pages(q, paged, (5, 5), mask, **options)
-    alone = Paged(paged.k, paged.v, paged.table[:1], (700,))
-    found = attend_pages(q[:5], alone, (5,), mask[:1], **options)
-    assert same(found, (out[:5], lse[:, :5]))
-
-
-@pytest.mark.sampled
 def test_one_mask_for_all_and_words_that_were_packed_before(device):
     """Bits are the same, the 32nd of a word among them; nobody reads the bound."""
     tensors, mask = dense(32, 140, (2, 1), device=device), tree(32).to(device)
@@ -286,18 +254,6 @@ def test_new_rows_of_a_cache_are_the_tree(device):
         assert torch.equal(keys[0][0, length:], k[row])
         seen = cache_reference.seen_by_nodes(mask[row], length + 4)
         accurate(out[row : row + 1], lse[row : row + 1], (q[row : row + 1], *keys), mask=seen)
-
-
-@pytest.mark.parametrize("queries", [2, 16])
-@pytest.mark.sampled
-def test_keys_in_e4m3(queries):
-    q, mask, given = randn(2, queries, 8), trees(2, queries), scales(2, 1)
-    keys = [codes(2, 129 + queries // 2, 1, 256) for _ in "kv"]
-    found = flash_attn_func(
-        q, *keys, tree_mask=mask, return_lse=True, k_descale=given[0], v_descale=given[1]
-    )
-    seen = cache_reference.seen_by_nodes(mask, keys[0].shape[1])
-    accurate_e4m3(found, q, exact(keys, given), mask=seen)
 
 
 @pytest.mark.sampled

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from appended_rows import AppendTensors, run_append
+from cache_reference import Rotary
 from e4m3_cases import E4M3
 from paged_cases import int32, offsets
 
@@ -63,22 +64,12 @@ class Case:
 
     def turned(self, rows: torch.Tensor, tensors: AppendTensors, side: int) -> torch.Tensor:
         """Return (rows, heads, 256) float64, NaN where the tables end."""
-        rows = rows.cpu().double() if self.packed[side] else rows.cpu().double().flatten(0, 1)
-        first, found = slice(0, 2 * self.columns), rows.clone()
-        one, two = first, first
-        one = slice(0, 2 * self.columns, 2) if self.interleaved else slice(0, self.columns)
-        two = slice(1, 2 * self.columns, 2) if self.interleaved else slice(
-            self.columns, 2 * self.columns
-        )  # fmt: skip
-        for row, position in enumerate(self.positions(side)):
-            if not 0 <= position < POSITIONS:
-                found[row, :, first] = torch.nan
-                continue
-            cos, sin = (
-                t[position].cpu().double() for t in (tensors.rotary_cos, tensors.rotary_sin)
-            )
-            a, b = rows[row, :, one], rows[row, :, two]
-            found[row, :, one], found[row, :, two] = a * cos - b * sin, b * cos + a * sin
+        rows = rows if self.packed[side] else rows.flatten(0, 1)
+        rotary = Rotary(tensors.rotary_cos, tensors.rotary_sin, self.interleaved)
+        is_known = [0 <= position < POSITIONS for position in self.positions(side)]
+        places = zip(self.positions(side), is_known, strict=True)
+        found = rotary.rotated(rows, [position if known else 0 for position, known in places])
+        found[~torch.tensor(is_known, dtype=torch.bool), :, : 2 * self.columns] = torch.nan
         return found
 
     def options(self) -> tuple[str, bool, bool]:

@@ -104,45 +104,6 @@ def test_a_sink_where_no_key_is_seen(kernel):
     assert torch.allclose(found[1][0, :, 0], sink, rtol=1e-6)
 
 
-@of("sm_100a, 64", "sm_90a")
-@pytest.mark.sampled
-def test_padding_of_a_group(kernel):
-    """Every option whose value is a head's or a query's; each row of the result is its own."""
-    q, k, v = tensors(5, 300, (12, 2))
-    options = {"causal": True, "window_size": (150, 0), "learnable_sink": torch.randn(12)}
-    found = flash_attn_func(q, k, v, return_lse=True, config=kernel, **options)
-    accurate(found, (q, k, v), **options)
-    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ((0, 3, 3, 8), (0, 100, 250, 600))]
-    packed = flash_attn_varlen_func(
-        q.reshape(-1, 12, 256)[:8], *(t.reshape(-1, 2, 256) for t in (k, v)),
-        cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=5, max_seqlen_k=350,
-        causal=True, num_splits=2, config=kernel,
-    )  # fmt: skip
-    for first, last, keys in ((0, 3, slice(0, 100)), (3, 8, slice(250, 600))):
-        given = q.reshape(-1, 12, 256)[first:last], *(t.reshape(-1, 2, 256)[keys] for t in (k, v))
-        alone = flash_attn_func(*(t[None] for t in given), causal=True, num_splits=2, config=kernel)
-        assert torch.equal(packed[first:last], alone[0])
-
-
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.sampled
-def test_maxima_that_grow():
-    """Every step raises the maximum of some rows by more than the threshold, others never: a row's
-    bits do not depend on the others."""
-    q, k, v = tensors(2, 700, (8, 1), batch=1)
-    growth = torch.linspace(8, 0.05, 700)[:, None] * torch.ones(256)
-    k[0, :, 0] = (growth * q[0, 0, 3].float() / 16).bfloat16()
-    for threshold in (0.0, 8.0):
-        config = DecodeConfig(16, rescale_threshold=threshold)
-        found = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=config)
-        accurate(found, (q, k, v))
-    other = q.clone()
-    other[:, :, 3] = 0
-    beside, _ = flash_attn_func(other, k, v, return_lse=True, num_splits=1, config=config)
-    rows = [row for row in range(8) if row != 3]
-    assert torch.equal(found[0][:, :, rows], beside[:, :, rows])
-
-
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.sampled
