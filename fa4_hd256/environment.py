@@ -47,13 +47,13 @@ CHECK = Variable(
     "FA4_HD256_CHECK",
     "0",
     "1: contents of tensors on a GPU are checked like those of CPU tensors: offsets, lengths, "
-    "max_seqlen_q and max_seqlen_k, page numbers, places of new rows, scheduler and backward "
-    "metadata. Every such call then waits for the GPU",
+    "max_seqlen_q and max_seqlen_k, page numbers, row addresses of new rows, scheduler and "
+    "backward metadata. Every such call then waits for the GPU",
 )
 CHECK_PAGES = Variable(
     "FA4_HD256_CHECK_PAGES",
     "0",
-    "1: the same of page numbers and of places of new rows in a cache alone",
+    "1: as FA4_HD256_CHECK, but only page numbers and row addresses of new rows in a cache",
 )
 DS_BYTES = Variable(
     "FA4_HD256_DS_BYTES",
@@ -92,7 +92,7 @@ MOST_JOBS = 8
 JOBS = Variable(
     "FA4_HD256_JOBS",
     "the cores of the process, at most 8",
-    "processes that compile at once what warm_up and the start of an engine need, this one among "
+    "processes that compile at once in warm_up and at the start of an engine, this one among "
     "them; ranks of torch.distributed share them; 1: it compiles alone",
 )
 
