@@ -424,7 +424,7 @@ def choose_tiles(
     The rule looks at the heads and the longest queries alone, never at the batch or what tensors
     hold: bits of a sequence may not depend on these (`batch_invariant`), and nothing waits for the
     device. The kernel for few rows is ahead where keys are few, by what a tile takes beside its
-    steps; where keys are many both are alike (docs/kernels.md).
+    steps; where keys are many both are alike.
     """
     fitting = []
     for tiles in known:

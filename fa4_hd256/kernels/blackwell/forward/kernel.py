@@ -18,7 +18,7 @@ first::
 QK(i+1) is issued before PV(i), and QK(0') before PV(last) unless the next tile has no steps: the
 tensor core makes S(i+1) while the softmax works on S(i).
 
-The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/kernels.md.
+`python -m fa4_hd256 plan` prints roles, barriers, SMEM and TMEM; docs/kernels.md has the reasons.
 
 NOTE [S and P share columns].  P(i) lies over S(i), so the next QK in that buffer, QK(i+2),
 must not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the

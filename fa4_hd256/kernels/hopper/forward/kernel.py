@@ -13,7 +13,8 @@ Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next
 
 Here are the loads and, of a consuming warpgroup, the loop over tiles, the softmax and the masks.
 `warpgroup` has the set-up, the dispatch of warps to roles, the steps of a tile and its results.
-The tables of roles, barriers and SMEM: `python -m fa4_hd256 plan --arch sm_90a`; docs/kernels.md.
+`python -m fa4_hd256 plan --arch sm_90a` prints roles, barriers and SMEM; docs/kernels.md has the
+differences from Blackwell's kernel.
 """
 
 from __future__ import annotations
