@@ -62,18 +62,6 @@ def test_pages_left_of_a_window_are_never_read(lengths_q, use_clc, device):
     )
 
 
-@pytest.mark.sampled
-def test_every_feature(use_clc, device):
-    """Window, softcap, a sink, a negative scale, fp16, parts, and heads of several KV heads."""
-    paged = Paged.of((260, 0, 77), 4, 2, "hnd", device, torch.float16)
-    options = {
-        "window_size": (200, 3), "softcap": 20.0, "softmax_scale": -0.1, "num_splits": 2,
-        "learnable_sink": torch.randn(4, device=device),
-    }  # fmt: skip
-    q = queries(9, 4, device=device, dtype=torch.float16)
-    check(q, paged, (5, 3, 1), use_clc=use_clc, **options)
-
-
 @pytest.mark.parametrize("page_size", [1, 6])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 @pytest.mark.sampled

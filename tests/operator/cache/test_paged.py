@@ -78,10 +78,12 @@ def test_pages_left_of_a_window_are_never_read(lengths_q, page_size, options, us
     check(q, paged, lengths_q, before, use_clc=use_clc, **options)
 
 
+# Rows in boxes, and rows that are gathered.
+@pytest.mark.parametrize("page_size", [16, 4])
 @pytest.mark.sampled
-def test_every_feature(use_clc, device):
+def test_every_feature(page_size, use_clc, device):
     """Window, softcap, a sink, a negative scale, fp16, parts, and heads of several KV heads."""
-    paged = Paged.of((260, 0, 77), 16, 2, "hnd", device, torch.float16)
+    paged = Paged.of((260, 0, 77), page_size, 2, "hnd", device, torch.float16)
     options = {
         "window_size": (200, 3), "softcap": 20.0, "softmax_scale": -0.1, "num_splits": 2,
         "learnable_sink": torch.randn(4, device=device),

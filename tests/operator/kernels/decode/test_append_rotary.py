@@ -179,30 +179,6 @@ def given_call(**changed):
     return arguments | changed
 
 
-REFUSED = {
-    "a word": ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved must be True or False"),
-    "one table": ({"rotary_sin": None}, TypeError, "rotary_sin is None; accepted: both tables"),
-    "positions of another type": (
-        {"rotary_seqlens": torch.tensor([5, 2])}, TypeError, "rotary_seqlens"
-    ),
-    "positions of one sequence": ({"rotary_seqlens": int32([5])}, ValueError, "rotary_seqlens"),
-    "positions past the tables": (
-        {"rotary_seqlens": int32([5, 39])}, ValueError, "at position 40; accepted: 0 to 39"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.simulator
-@pytest.mark.parametrize(("changed", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(changed, error, says):
-    """Calls are refused before anything is written."""
-    given = given_call(**changed)
-    before = given["k_cache"].clone()
-    with pytest.raises(error, match=says):
-        flash_attn_with_kvcache(**given)
-    assert torch.equal(given["k_cache"], before)
-
-
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_over_a_cache_in_e4m3():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backward_cases import inputs
 from gpus import gpu
+from paged_cases import int32
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
 from fa4_hd256.call.division import FEWEST_KEYS, divided
@@ -23,14 +24,10 @@ USED = (1200, 900, FEWEST_KEYS + 1, 0, 60)
 LONGEST = 1200
 
 
-def ints(values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def attend(tensors, used, **options):
     """Return (out, lse) of sequences whose keys have lengths in use."""
     return flash_attn_varlen_func(
-        *tensors, seqused_k=ints(used, tensors[0].device), causal=True, return_lse=True, **options
+        *tensors, seqused_k=int32(used, tensors[0].device), causal=True, return_lse=True, **options
     )
 
 
@@ -62,7 +59,7 @@ def test_other_parts_have_other_bits(device):
     """Bits depend on how keys are split; the test before compares something."""
     tensors = inputs((2, LONGEST), HEADS, 1, device=device)
     fixed = attend(tensors, USED[:1], batch_invariant=True)
-    listed = get_scheduler_metadata(ints(USED[:1], device), 2, LONGEST, *HEADS, True)
+    listed = get_scheduler_metadata(int32(USED[:1], device), 2, LONGEST, *HEADS, True)
     assert not torch.equal(fixed[0], attend(tensors, USED[:1], scheduler_metadata=listed)[0])
 
 
@@ -70,13 +67,13 @@ def test_other_parts_have_other_bits(device):
 def test_windows_and_packed_queries(device):
     """Parts begin where a window does."""
     lengths = (3, 1, 0, 2)
-    starts = ints([0, *itertools.accumulate(lengths)], device)
+    starts = int32([0, *itertools.accumulate(lengths)], device)
     used = (1200, 700, 90, 1100)
     q = torch.randn(sum(lengths), 8, 256).to(device, torch.bfloat16)
     _, k, v = inputs((1, LONGEST), HEADS, len(lengths), device=device)
     options = {"window_size": (800, 0), "batch_invariant": True, "return_lse": True}
     out, lse = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=ints(used, device), **options
+        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=int32(used, device), **options
     )
     for entry, (count, keys) in enumerate(zip(lengths, used, strict=True)):
         if not count:
@@ -84,8 +81,8 @@ def test_windows_and_packed_queries(device):
         rows = slice(int(starts[entry]), int(starts[entry + 1]))
         own = q[rows], k[entry : entry + 1], v[entry : entry + 1]
         alone = flash_attn_varlen_func(
-            *own, cu_seqlens_q=ints([0, count], device), max_seqlen_q=3,
-            seqused_k=ints([keys], device), **options,
+            *own, cu_seqlens_q=int32([0, count], device), max_seqlen_q=3,
+            seqused_k=int32([keys], device), **options,
         )  # fmt: skip
         assert torch.equal(alone[0], out[rows]) and torch.equal(alone[1], lse[:, rows])
         seen = own[0][None], own[1][:, :keys], own[2][:, :keys]
@@ -97,7 +94,7 @@ def one_more_tile(device):
     """Two parts of 512 keys for a window of 1023 that touches nine KV tiles of 128."""
     q, k, v = inputs((1, LONGEST), HEADS, device=device)
     out, lse = flash_attn_varlen_func(
-        q, k, v, seqused_k=ints([1100], device), window_size=(1022, 0), batch_invariant=True,
+        q, k, v, seqused_k=int32([1100], device), window_size=(1022, 0), batch_invariant=True,
         return_lse=True,
     )  # fmt: skip
     seen = q, k[:, :1100], v[:, :1100]
@@ -147,7 +144,7 @@ def test_what_is_refused(device):
     with pytest.raises(ValueError, match="num_splits is -1; accepted: 1 .none. to 64"):
         flash_attn_func(*tensors, num_splits=-1)
     packed = [tensor.squeeze(0) for tensor in tensors]
-    starts = ints([0, 1], device), ints([0, 600], device)
+    starts = int32([0, 1], device), int32([0, 600], device)
     with pytest.raises(ValueError, match="max_seqlen_k is None with cu_seqlens_k and batch_inv"):
         flash_attn_varlen_func(
             *packed, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backward_cases import inputs
 from gpus import gpu
+from paged_cases import int32
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.measure import host
@@ -37,10 +38,6 @@ HEADS, ROWS = (8, 1), 1280
 USED = (1200, 90, 0, 700)
 
 
-def ints(values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 class NothingIsRead(TorchDispatchMode):
     """Refuses what hands a number to the host, which waits for a GPU."""
 
@@ -53,9 +50,9 @@ def test_a_list_is_made_without_reading(monkeypatch):
     monkeypatch.setattr(metadata, "check_lengths", lambda *_: None)
     monkeypatch.setattr(checks, "check_contents", lambda *_: None)
     with NothingIsRead():
-        get_scheduler_metadata(ints(USED), 2, 1300, 8, 2, True)
+        get_scheduler_metadata(int32(USED), 2, 1300, 8, 2, True)
     with pytest.raises(AssertionError), NothingIsRead():
-        ints(USED)[ints(0)]
+        int32(USED)[int32(0)]
 
 
 def accurate(out, lse, seen, **options):
@@ -68,10 +65,10 @@ def check(tensors, used, made_for=None, window=(None, None), **options):
     list is made for."""
     q, k, v = tensors
     bounds, heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
-    lengths = ints(made_for or used, q.device)
+    lengths = int32(made_for or used, q.device)
     listed = get_scheduler_metadata(lengths, *bounds, *heads, True, window)
     out, lse = flash_attn_varlen_func(
-        q, k, v, seqused_k=ints(used, q.device), causal=True, window_size=window, return_lse=True,
+        q, k, v, seqused_k=int32(used, q.device), causal=True, window_size=window, return_lse=True,
         scheduler_metadata=listed, **options,
     )  # fmt: skip
     options.pop("use_clc", None)
@@ -112,14 +109,14 @@ def test_a_list_for_other_lengths_only_balances_worse(made_for, device):
 def test_packed_queries_on_pages(device):
     """Serving engines call so: queries of 0 to 3 rows, keys in pages in any order."""
     lengths, used, page = (3, 1, 0, 2), (1200, 300, 40, 513), 64
-    starts = ints([0, *itertools.accumulate(lengths)], device)
+    starts = int32([0, *itertools.accumulate(lengths)], device)
     columns = ROWS // page
     table = torch.randperm(4 * columns).reshape(4, columns).to(device, torch.int32)
     q = torch.randn(sum(lengths), 8, 256).to(device, torch.bfloat16)
     k, v = (torch.randn(4 * columns, page, 1, 256).to(device, torch.bfloat16) for _ in "kv")
-    listed = get_scheduler_metadata(ints(used, device), 3, ROWS, 8, 1, True)
+    listed = get_scheduler_metadata(int32(used, device), 3, ROWS, 8, 1, True)
     out, lse = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=ints(used, device),
+        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=int32(used, device),
         page_table=table, causal=True, return_lse=True, scheduler_metadata=listed,
     )  # fmt: skip
     for b, (count, n) in enumerate(zip(lengths, used, strict=True)):
@@ -135,8 +132,8 @@ def test_a_cache_with_new_rows(device):
     used, added = (1100, 90, 0, 700), 2
     q, k, v = inputs((2, ROWS), HEADS, len(used), device=device)
     new = [torch.randn(len(used), added, 1, 256).to(device, torch.bfloat16) for _ in "kv"]
-    after = ints(used, device) + added
-    options = {"cache_seqlens": ints(used, device), "causal": True, "return_lse": True}
+    after = int32(used, device) + added
+    options = {"cache_seqlens": int32(used, device), "causal": True, "return_lse": True}
     caches = k.clone(), v.clone()
     wrong = get_scheduler_metadata(after[:2], 2, ROWS, *HEADS, True)
     with pytest.raises(ValueError, match="scheduler_metadata has .* words; accepted here: "):
@@ -179,7 +176,7 @@ LENGTHS = {
 def test_every_key_is_in_one_part(lengths, window):
     one = problem(131072, len(lengths), window=window)
     room = room_for_splits(one, gpu())
-    listed = scheduler_metadata_of(one, gpu(), ints(lengths)).tolist()
+    listed = scheduler_metadata_of(one, gpu(), int32(lengths)).tolist()
     assert len(listed) == list_length(room, len(lengths))
     assert listed[1:HEADER] == [room, len(lengths), 16]
     keys, words = listed[0], listed[HEADER : HEADER + room]
@@ -204,7 +201,7 @@ def test_one_long_sequence_is_divided_among_all_clusters():
     rule of equal splits gives the long one's to a few."""
     lengths = LENGTHS["one long"]
     one = problem(131072, len(lengths))
-    listed = scheduler_metadata_of(one, gpu(), ints(lengths))
+    listed = scheduler_metadata_of(one, gpu(), int32(lengths))
     parts, clusters = int(listed[-1]) * 2, gpu().clusters(one.tiles.cluster)
     assert clusters * 0.8 < parts <= clusters
     together = 2 * sum(lengths) / clusters
@@ -214,17 +211,17 @@ def test_one_long_sequence_is_divided_among_all_clusters():
 
 def test_what_is_refused(device):
     q, k, v = inputs((1, 600), HEADS, 2, device=device)
-    used = ints([600, 5], device)
+    used = int32([600, 5], device)
     listed = get_scheduler_metadata(used, 1, 600, *HEADS)
     options = {"seqused_k": used, "scheduler_metadata": listed}
     with pytest.raises(ValueError, match="scheduler_metadata has 10 words; accepted here: "):
-        flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=ints([0] * 10, device))
+        flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=int32([0] * 10, device))
     with pytest.raises(ValueError, match="num_splits is given with scheduler_metadata"):
         flash_attn_varlen_func(q, k, v, num_splits=2, **options)
     with pytest.raises(ValueError, match="batch_invariant is given with scheduler_metadata"):
         flash_attn_varlen_func(q, k, v, batch_invariant=True, **options)
     with pytest.raises(ValueError, match="seqused_q is given with scheduler_metadata"):
-        flash_attn_varlen_func(q, k, v, seqused_q=ints([1, 1], device), **options)
+        flash_attn_varlen_func(q, k, v, seqused_q=int32([1, 1], device), **options)
     with pytest.raises(NotImplementedError, match="scheduler_metadata.*: no gradients"):
         flash_attn_varlen_func(q.requires_grad_(), k, v, **options)
     with pytest.raises(TypeError, match="seqused_k must be an int32 tensor|int32"):
@@ -238,7 +235,7 @@ def test_what_is_refused(device):
 @pytest.mark.simulator
 def test_a_list_for_more_keys_than_there_are():
     with pytest.raises(ValueError, match=r"cache_seqlens is \[600, 601\]; accepted: 0 to 600"):
-        get_scheduler_metadata(ints([600, 601]), 1, 600, *HEADS)
+        get_scheduler_metadata(int32([600, 601]), 1, 600, *HEADS)
 
 
 @pytest.mark.simulator
@@ -246,11 +243,11 @@ def test_a_list_for_more_keys_than_there_are():
 def test_a_list_with_as_many_words_by_chance(monkeypatch):
     """Metadata of another batch over other heads is refused, also where a call of those shapes came
     before. A list serves other bounds and another window."""
-    listed = get_scheduler_metadata(ints([600, 5]), 1, 600, 8, 1)
-    one = get_scheduler_metadata(ints([5]), 1, 600, 16, 2)
+    listed = get_scheduler_metadata(int32([600, 5]), 1, 600, 8, 1)
+    one = get_scheduler_metadata(int32([5]), 1, 600, 16, 2)
     batch = 1 + (listed.numel() - one.numel()) // 2
     q, k, v = inputs((1, 16), (16, 2), batch)
-    used = ints([5] * batch)
+    used = int32([5] * batch)
     right = get_scheduler_metadata(used, 1, 16, 16, 2)
     assert right.numel() == listed.numel()
     message = f"is a list for 2 sequences of 8 .*; accepted: {batch} sequences of 16 query heads"
@@ -271,7 +268,7 @@ def test_a_list_with_as_many_words_by_chance(monkeypatch):
     found = flash_attn_varlen_func(q, k, v, scheduler_metadata=right.clone(), **options)
     assert not any(one.isnan().any() for one in found)
     q, k, v = inputs((1, 700), (8, 1), 2)
-    options = {"seqused_k": ints([700, 5]), "window_size": (300, 0), "return_lse": True}
+    options = {"seqused_k": int32([700, 5]), "window_size": (300, 0), "return_lse": True}
     out, lse = flash_attn_varlen_func(q, k, v, scheduler_metadata=listed, **options)
     for b, n in enumerate((700, 5)):
         seen = q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]
@@ -281,7 +278,7 @@ def test_a_list_with_as_many_words_by_chance(monkeypatch):
 def test_an_empty_batch(device):
     """Has a list, and an empty result, with new rows and without."""
     q, k, v = inputs((1, 600), HEADS, 2, device=device)
-    q, k, v, used = q[:0], k[:0], v[:0], ints([], device)
+    q, k, v, used = q[:0], k[:0], v[:0], int32([], device)
     listed = get_scheduler_metadata(used, 1, 600, *HEADS)
     out = flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
     assert out.shape == q.shape

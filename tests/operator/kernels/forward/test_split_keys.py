@@ -14,7 +14,7 @@ import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 from gpus import gpu
-from paged_cases import accurate, offsets
+from paged_cases import accurate, int32, offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.division import divided, splits_for
@@ -32,10 +32,6 @@ LSE_TOLERANCE = 1e-3
 HEADS = (8, 1)
 #: A group of 3, which does not divide a CTA's rows, so that each head has tiles of its own.
 THREE = (3, 1)
-
-
-def ints(values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def check(tensors, num_splits, use_clc=False, **options):
@@ -335,8 +331,8 @@ def test_the_rule_for_packed_and_padded_sequences():
     found = set()
     for ends_q, ends_k in (((1, 2, 3, 4), (4096, 4096, 4096, 4096)), ((0, 0, 4, 4), (9, 9, 9, 9))):
         problem = describe(
-            (4, ends_k[-1]), (8, 1), cu_seqlens_q=ints((0, *ends_q), "cpu"),
-            cu_seqlens_k=ints((0, *ends_k), "cpu"), max_seqlen_q=4, max_seqlen_k=4096,
+            (4, ends_k[-1]), (8, 1), cu_seqlens_q=int32((0, *ends_q), "cpu"),
+            cu_seqlens_k=int32((0, *ends_k), "cpu"), max_seqlen_q=4, max_seqlen_k=4096,
             config=ForwardConfig(),
         )  # fmt: skip
         found.add(splits_for(problem, gpu()))
@@ -345,12 +341,12 @@ def test_the_rule_for_packed_and_padded_sequences():
     # Heads of sequences that have a length in use share no tile: 16 tiles of 2 sequences.
     for used in ((1, 1), (0, 0)):
         problem = describe(
-            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_q=ints(used, "cpu")
+            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_q=int32(used, "cpu")
         )
         assert splits_for(problem, gpu()) == 4
     for used in ((4096, 4096), (0, 3)):
         problem = describe(
-            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_k=ints(used, "cpu")
+            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_k=int32(used, "cpu")
         )
         assert splits_for(problem, gpu()) == 32
 
@@ -378,7 +374,7 @@ def test_calls_follow_the_rule(combined):
 def test_keys_of_unknown_length_are_not_divided_unless_asked(combined):
     """Packed keys without max_seqlen_k: their rows say nothing of the longest sequence."""
     q, k, v = (tensor[0] for tensor in inputs((1, 1300), HEADS))
-    offsets = [ints((0, n), "cpu") for n in (1, 1300)]
+    offsets = [int32((0, n), "cpu") for n in (1, 1300)]
     known = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=1,
         max_seqlen_k=1300, use_clc=False,
