@@ -1,14 +1,9 @@
 """Tiles over places: own bytes of tiles that start together; the compiled run against others."""
 
-import heapq
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from lab.whole.problem import POLICIES, Late, Tile, TileCosts, Tiles, schedule
+from lab.whole.problem import Late, Tile, TileCosts, schedule
 from sm100_sim.timing import load
 
 #: Four clusters of two CTAs; HBM gives 100 bytes per clock, a cluster takes as many.
@@ -179,106 +174,3 @@ def test_a_tile_claimed_late_asks_for_its_operands_then():
 def test_claims_that_there_are_not(policy, claims):
     with pytest.raises(ValueError, match="claimed ahead"):
         run([tile()], policy, claims=claims)
-
-
-def _reference(tiles, costs, values, policy):
-    """Place tiles without bytes, place by place: (starts, cluster_of, busy)."""
-    clusters = int(values.sms) // 2
-    starts, cluster_of, busy = np.zeros(len(tiles)), np.zeros(len(tiles), int), np.zeros(clusters)
-    free, used = [(0.0, place) for place in range(clusters)], set()
-    turns = [(number,) for number in range(len(tiles))]
-    if policy == "static":
-        turns = [range(n, len(tiles), clusters) for n in range(min(clusters, len(tiles)))]
-    claimed, given = {}, clusters
-    first = iter(range(given))
-    skipped = {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
-    for mine in turns * 2 if policy == "dynamic" else turns:
-        if not free:
-            break
-        clock, place = heapq.heappop(free)
-        fresh = policy == "static" or place not in used
-        if policy == "dynamic":
-            # The tile that was claimed when the one before began; another is claimed now.
-            if place not in claimed and (number := next(first, None)) is not None:
-                claimed[place] = number
-            elif place not in claimed:
-                claimed[place], given = given, given + 1
-            mine, claimed[place], given = (claimed[place],), given, given + 1
-            if mine[0] >= len(tiles):
-                continue
-        for number in mine:
-            clocks = skipped if tiles[number].skipped else costs.of(tiles[number])
-            if not tiles[number].skipped:
-                if place in used and (fresh or policy == "single"):
-                    clock += values.cta_reuse
-                clocks += costs.begin * fresh
-                fresh = False
-                used.add(place)
-            starts[number], cluster_of[number] = clock, place
-            busy[place] += clocks
-            clock += clocks
-        heapq.heappush(free, (clock, place))
-    return starts, cluster_of, busy
-
-
-def test_a_tile_is_claimed_when_the_one_before_begins():
-    """Five tiles, four places: who has the longest one has claimed the fifth, though others are
-    free long before."""
-    tiles = [tile(9000.0), *[tile(1000.0)] * 4]
-    found = run(tiles, "dynamic")
-    assert found.cluster_of.tolist() == [0, 1, 2, 3, 0]
-    assert found.clocks == 100 + 9050 + 1050
-    assert run(tiles, "single").clocks == 100 + 9050
-
-
-def _random(seed, nbytes=False):
-    """Tiles of many lengths, every tenth of them empty."""
-    random = np.random.default_rng(seed)
-    return [
-        Tile(0.0) if random.random() < 0.1 else
-        tile(random.uniform(10, 5000), *random.uniform(0, 90000, 2) * nbytes)
-        for _ in range(200)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_bytes_as_place_by_place(policy):
-    values = VALUES._replace(cta_reuse=1200.5, clc_query=333.25)
-    tiles = _random(1)
-    found = schedule(tiles, COSTS, values, 2, policy)
-    starts, cluster_of, busy = _reference(tiles, COSTS, values, policy)
-    assert np.array_equal(found.starts, starts)
-    assert np.array_equal(found.cluster_of, cluster_of) and np.array_equal(found.busy, busy)
-
-
-def _digest():
-    """Return the digest of all that a run says, policy by policy, with and without prefetch."""
-    found = []
-    ways = [(policy, False, 0) for policy in POLICIES]
-    ways += [("static", True, 0), ("dynamic", True, 0), ("dynamic", False, 1), ("dynamic", True, 2)]
-    ways += [("dynamic", False, Late(500.0)), ("dynamic", True, Late(500.0))]
-    for policy, prefetches, claims in ways:
-        values = VALUES._replace(uneven_shares=0.2, clc_query=700.5)
-        one = schedule(
-            _random(2, True), COSTS, values, 2, policy, prefetches=prefetches, claims=claims
-        )  # fmt: skip
-        found += [one.starts.tobytes(), one.busy.tobytes(), one.cluster_of.tobytes()]
-    return b"".join(found).hex()
-
-
-def test_compiled_and_interpreted_agree_to_the_last_bit():
-    """numba is told not to compile, in a process of its own."""
-    pytest.importorskip("numba")
-    script = "import test_placement; print(test_placement._digest())"
-    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.stdout.strip() == _digest()
-
-
-def test_arrays_of_tiles_are_as_good_as_tiles():
-    tiles = _random(3, True)
-    one, other = run(tiles), run(Tiles.of(tiles))
-    assert np.array_equal(one.starts, other.starts) and one.hbm_bytes == other.hbm_bytes

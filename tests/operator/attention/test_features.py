@@ -164,23 +164,6 @@ def test_neighbours_in_a_pack_do_not_leak(device):
         assert torch.equal(clean[1][:, rows], dirty[1][:, rows])
 
 
-@pytest.mark.sampled
-def test_packed_queries_with_padded_keys(device):
-    """cu_seqlens on one side only, as a prefill against a cache has it."""
-    lengths = (60, 130)
-    q = torch.randn(sum(lengths), 2, 256).to(device, torch.bfloat16)
-    _, k, v = inputs(1, 200, batch=2, device=device)
-    used = torch.tensor([100, 200], dtype=torch.int32, device=device)
-    out, lse = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=offsets(lengths, device), max_seqlen_q=130, seqused_k=used,
-        causal=True, return_lse=True,
-    )  # fmt: skip
-    for b, rows in enumerate((slice(0, 60), slice(60, 190))):
-        m = int(used[b])
-        part = (q[rows][None], k[b : b + 1, :m], v[b : b + 1, :m])
-        accurate(out[rows][None], lse[:, rows][None], part, causal=True)
-
-
 def packed_layouts(device):
     """q, k, v of 220 rows, none contiguous: three that are read in place, two that are copied."""
     fused = torch.randn(220, 2 + 1 + 1, 256).to(device, torch.bfloat16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import NO_PAGE, Paged, accurate, attend, check, int32, queries
+from paged_cases import NO_PAGE, Paged, accurate, attend, check, queries
 
 import sm100_sim
 from fa4_hd256 import flash_attn_with_kvcache
@@ -60,31 +60,6 @@ def test_pages_left_of_a_window_are_never_read(lengths_q, use_clc, device):
     check(
         q, poisoned(paged), lengths_q, before, use_clc=use_clc, window_size=(100, 0), num_splits=2
     )
-
-
-@pytest.mark.parametrize("page_size", [1, 6])
-@pytest.mark.parametrize("seqlen_q", [1, 70])
-@pytest.mark.sampled
-def test_left_padding(page_size, seqlen_q, device):
-    """The first key is any row of any page; rows before it are NaN, their pages not in the
-    table."""
-    lengths, leftpad = (300, 261, 40, 23), (0, 5, 39, 23)
-    paged = Paged.of(lengths, page_size, device=device)
-    keys = [[t[:, pad:].clone() for t in paged.keys(row)] for row, pad in enumerate(leftpad)]
-    for row, pad in enumerate(leftpad):
-        for place in range(pad):
-            for pool in (paged.k, paged.v):
-                pool[paged.table[row, place // page_size], place % page_size] = torch.nan
-        paged.table[row, : pad // page_size] = NO_PAGE
-    poisoned(paged)
-    q = queries(4, seqlen_q, 2, device=device)
-    out, lse = flash_attn_with_kvcache(
-        q, paged.k, paged.v, cache_seqlens=paged.used, page_table=paged.table, causal=True,
-        cache_leftpad=int32(leftpad, device), return_lse=True, num_splits=1,
-    )  # fmt: skip
-    for row, (k, v) in enumerate(keys):
-        own = slice(row, row + 1)
-        accurate(out[own], lse[own], (q[own], k, v), causal=True)
 
 
 @pytest.mark.sampled

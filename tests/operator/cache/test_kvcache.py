@@ -106,13 +106,6 @@ def test_new_rows_of_a_dense_cache(device, options):
     check(q, dense_cache(device), LENGTHS, new, **options)
 
 
-@pytest.mark.sampled
-def test_a_sink(device):
-    q, sink = randn(3, 1, 2, 256, device=device), torch.randn(2).to(device)
-    new = tuple(randn(3, 1, 1, 256, device=device) for _ in "kv")
-    check(q, dense_cache(device), LENGTHS, new, causal=True, learnable_sink=sink)
-
-
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (3, 1)), (False, None)])
 @pytest.mark.sampled("True-None-True")

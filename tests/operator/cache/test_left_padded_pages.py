@@ -6,8 +6,6 @@ the table.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cache_reference
 import e4m3_cases
 import pytest
@@ -81,8 +79,9 @@ def test_a_prefill_of_packed_queries(device):
     check(queries(sum(lengths_q), 2, device=device), 32, lengths_q, causal=True)
 
 
-# Boxes of a page, of a part of one, and pages that divide no tile; both kinds of kernels.
-@pytest.mark.parametrize("page_size", [16, 48, 64, 128, 256, 784])
+# Rows that are gathered; boxes of a page, of a part of one; pages that divide no tile; both kinds
+# of kernels.
+@pytest.mark.parametrize("page_size", [1, 6, 16, 48, 64, 128, 256, 784])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 @pytest.mark.sampled
 def test_page_sizes(page_size, seqlen_q, device):
@@ -209,14 +208,3 @@ def test_new_rows(by_index, device):
     for row, exact in enumerate(rows):
         own, *results = parts_of(q, (out, lse), row, None)
         accurate(*results, tuple(t[None].to(torch.bfloat16) for t in exact), causal=True)
-
-
-@pytest.mark.sampled
-def test_all_rows_of_the_table(device):
-    """Without cache_seqlens."""
-    paged, keys = padded(16, device, lengths=(64, 64), leftpad=(3, 17))
-    q = queries(2, 1, 2, device=device)
-    found = attend(q, replace(paged, table=paged.table[:, :4]), (3, 17), cache_seqlens=None)
-    for row, (k, v) in enumerate(keys):
-        own, *results = parts_of(q, found, row, None)
-        accurate(*results, (own, k, v))

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa4_hd256.check import reference
 from fa4_hd256.score_mods import ScoreMod, alibi
 
@@ -129,47 +129,11 @@ def test_forward(name, lengths, heads, options, device):
     check(found, (q, k, v), score_mod=case.of_reference(*lengths), **options)
 
 
-@pytest.mark.parametrize("name", ["alibi", "by key"])
-@pytest.mark.sampled
-def test_forward_of_a_block_mask(name, device):
-    """Listed steps have places of their own: not all tiles are there, some rows see nothing."""
-    lengths = 300, 390
-    tensors = inputs(*lengths, (2, 1), 1, device)
-    dense = torch.rand(1, 2, *lengths) > 0.5
-    dense[..., :130, 100:260] = False
-    dense[..., 256:, :] = False
-    mask, case = masks.from_dense(dense.to(device)), CASES[name]
-    options = {"score_mod": case.mod(device, (1, 2)), "block_mask": mask, "return_lse": True}
-    found = flash_attn_func(*tensors, **options)
-    check(found, tensors, score_mod=case.of_reference(*lengths), mask=dense)
-
-
 def packed(lengths, heads, device):
     """Return (packed rows, offsets, the rows of each sequence)."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(int(offsets[-1]), heads, 256).to(device, torch.bfloat16)
     return rows, offsets.int().to(device), rows.split(lengths)
-
-
-@pytest.mark.parametrize("name", ["alibi", "by key"])
-@pytest.mark.sampled
-def test_packed_sequences(name, device):
-    """Places count in each sequence, and the batch counts sequences; one of them is empty."""
-    of_q, of_k, case = [130, 0, 70], [150, 40, 260], CASES[name]
-    q, cu_q, each_q = packed(of_q, 2, device)
-    k, cu_k, each_k = packed(of_k, 1, device)
-    v, _, each_v = packed(of_k, 1, device)
-    mod = case.mod(device, (len(of_q), 2))
-    out, lse = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=130, max_seqlen_k=260,
-        causal=True, score_mod=mod, return_lse=True,
-    )  # fmt: skip
-    for b, rows in enumerate(zip(each_q, each_k, each_v, strict=True)):
-        if of_q[b]:
-            span = slice(int(cu_q[b]), int(cu_q[b + 1]))
-            own = case.of_reference(of_q[b], of_k[b], b)
-            alone = tuple(t.unsqueeze(0) for t in rows)
-            check((out[None, span], lse[None, :, span]), alone, causal=True, score_mod=own)
 
 
 @pytest.mark.sampled

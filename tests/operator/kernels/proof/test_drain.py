@@ -87,20 +87,6 @@ F, Q, D = map(steps_of, (FORWARD, DQ, DKDV))
 #: Mistake -> (edges, steps, words of the refusal: of the edge, and of the step). Mistakes of one
 #: action are those of test_step_mistakes.py.
 MISTAKES = {
-    "a missing commit of a result": (
-        FORWARD.edges, without(F, MMA, arrive("s_done")),
-        r"hangs: .*mma waits for p_first_done \(in step 0"),
-    "no wait for an operand": (
-        FORWARD.edges, without(F, MMA, wait("p_first_done")),
-        r"reads first P of step 0 of tile 0 from p_first \(in step 0"),
-    "no wait for a load": (
-        FORWARD.edges, without(F, MMA, wait("kv_loaded")), r"reads K of step 0 .* finds nothing"),
-    "no wait for a result's buffer": (
-        DQ.edges, without(Q, MMA, wait("s_free")),
-        r"the parity of s_free .* is ambiguous: mma waits for s_free"),
-    "a result that nobody reads": (
-        FORWARD.edges, without(F, "correction", read("scale", "1/sum")),
-        r"nobody reads 1/sum of step 0"),
     "loads in another order": (
         FORWARD.edges, in_order(not_ahead(F, "load", 1), "load", 0, 2, 1),
         r"reads K of step 0 of tile 0 from kv .* finds V of step 0"),
