@@ -25,6 +25,7 @@ def test_the_default_is_a_b200(monkeypatch):
         ("gb300", (10, 3), 152, 76, "sm_103a"),
         ("gb300:160", (10, 3), 160, 80, "sm_103a"),
         ("b200:19", (10, 0), 19, 9, "sm_100a"),
+        ("rubin", (10, 7), 212, 106, "sm_107a"),
         ("h200", (9, 0), 132, 66, "sm_90a"),
     ],
 )
@@ -52,6 +53,6 @@ def test_programs_are_told_so(monkeypatch, text, capability, sms, pairs, target)
 @pytest.mark.parametrize("text", ["h100", "b200:", "b200:0", "b200:-2", "b200 :2", "148"])
 def test_names_that_are_not_known(monkeypatch, text):
     monkeypatch.setenv("SM100_SIM_DEVICE", text)
-    names = "b200, gb200, b300, gb300, h200"
+    names = "b200, gb200, b300, gb300, rubin, h200"
     with pytest.raises(ValueError, match=f"SM100_SIM_DEVICE is .*{names}, .*b200:19"):
         devices.current()

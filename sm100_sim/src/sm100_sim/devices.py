@@ -7,6 +7,8 @@ once, never how an instruction is executed.
 SMs: NVIDIA's product data for B200 and GB200 (148, 152); device queries on B300 and GB300 that
 others published (148, 152; the full chip has 160). L2: 126.5 MB, from such queries on B200 and
 B300. Memory: the products' data sheets. H200: what the driver of one says (docs/bringup_h200.json).
+Rubin: 212 SMs, as cuDNN's sources say of a GPU of compute capability 10.7, 288 GB of HBM4 at 22
+TB/s, as announced; L2 is not published and is B200's here.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ _COMMON = {
     106: 32,  # blocks per multiprocessor
     111: 1024,  # shared memory reserved by the system per block
     120: 1,  # cluster launch
+}
+#: cudaDeviceAttr -> value, of compute capability 10.7 (CUDA 13.5; `targets`).
+_RUBIN = {
+    150: 327 << 10,  # oversized shared memory per block
 }
 
 
@@ -79,7 +85,7 @@ class SimulatedDevice:
         return _COMMON | {
             16: self.sms, 36: self.memory_clock_khz, 37: self.memory_bus_bits, 38: self.l2_bytes,
             75: major, 76: minor,
-        }  # fmt: skip
+        } | (_RUBIN if self.capability == (10, 7) else {})  # fmt: skip
 
     def clusters(self, size: int) -> int:
         """Clusters of so many CTAs that run at once, one CTA per SM; every SM finds its peers."""
@@ -94,6 +100,7 @@ DEVICES = {
         SimulatedDevice("gb200", (10, 0), 152, 192 * _GB),
         SimulatedDevice("b300", (10, 3), 148, 288 * _GB),
         SimulatedDevice("gb300", (10, 3), 152, 288 * _GB),
+        SimulatedDevice("rubin", (10, 7), 212, 288 * _GB, 16_384, 5_371_094),
         SimulatedDevice("h200", (9, 0), 132, 150_109_880_320, 6016, 3_201_000, 62_914_560),
     )
 }

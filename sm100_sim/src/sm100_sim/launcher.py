@@ -32,8 +32,9 @@ from .settings import Settings, read_settings
 from .state.events import EagerPolicy, LazyPolicy, RandomPolicy
 from .state.launch import LaunchConfig
 from .state.memory import GlobalMemory
-from .state.tmem import COLUMNS, LANES
+from .state.tmem import LANES
 from .state.warp import aligned_zeros
+from .targets import limits_of
 from .trace.records import Trace
 from .translate.kernel import CompiledKernel, translate
 from .words import shown
@@ -353,7 +354,8 @@ def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:
     registers = 128 * compiled.r32_count + 256 * compiled.r64_count
     warps = -(-math.prod(config.block) // 32)
     shared = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
-    cluster_bytes = size * (warps * registers + shared + 4 * COLUMNS * LANES)
+    columns = limits_of(compiled.kernel.target).columns
+    cluster_bytes = size * (warps * registers + shared + 4 * columns * LANES)
     return max(1, min(devices.current().clusters(size), STATE_LIMIT // cluster_bytes))
 
 

@@ -3,7 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
-| SM100_SIM_DEVICE | b200, gb200, b300, gb300 or h200, also with a number of SMs: b200:19 | b200 |
+| SM100_SIM_DEVICE | b200, gb200, b300, gb300, rubin or h200; also with its SMs, as b200:19 | b200 |
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as the device holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1, wait-ld, strict or strict-order checks for races and lifetime errors | 0 |

@@ -13,7 +13,7 @@ SIMULATOR = (
     ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
     ("jit",),
     ("native",),
-    ("errors",),
+    ("errors", "targets"),
     ("state",),
     ("host", "isa"),
     ("translate",),

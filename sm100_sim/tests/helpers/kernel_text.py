@@ -17,12 +17,12 @@ from sm100_sim.report import Report
 REGISTERS = ".reg .pred %p<8>; .reg .b32 %r<32>; .reg .b64 %rd<16>; .reg .b128 %q<4>;\n"
 
 
-def kernel_text(body: str, arrays: int) -> str:
+def kernel_text(body: str, arrays: int, target: str = "sm_100a") -> str:
     """A module whose one kernel `test` has `body` between its register declarations and ret."""
     params = ", ".join(f".param .u64 p{i}" for i in range(arrays))
     loads = "".join(f"ld.param.u64 %rd{8 + i}, [p{i}];\n" for i in range(arrays))
     return (
-        ".version 8.8\n.target sm_100a\n.address_size 64\n"
+        f".version 8.8\n.target {target}\n.address_size 64\n"
         ".extern .shared .align 1024 .b8 smem[];\n"
         f".visible .entry test({params})\n{{\n{REGISTERS}{loads}{body}\nret;\n}}\n"
     )
@@ -44,10 +44,6 @@ def run_kernel_text(
 
     registers: a thread, at launch; None: as many as fit. explicit_cluster: also of one CTA.
     """
-    ptx = kernel_text(body, len(arrays))
-    pointers = [array.__array_interface__["data"][0] for array in arrays]
-    kernel = parsed_kernel(ptx, "test")
-    parameters = parameter_buffer(kernel, [np.uint64(p).tobytes() for p in pointers])
     config = LaunchConfig(
         "test",
         grid,
@@ -55,10 +51,18 @@ def run_kernel_text(
         cluster,
         dynamic_smem,
         (),
-        ptx=ptx,
+        ptx=kernel_text(body, len(arrays)),
         registers=registers,
         explicit_cluster=explicit_cluster,
     )
+    return run_configured(config, arrays, **options)
+
+
+def run_configured(config: LaunchConfig, arrays: list[np.ndarray] | tuple, **options) -> Report:
+    """Launch the kernel of `config.ptx`; its parameters are the arrays' addresses."""
+    pointers = [array.__array_interface__["data"][0] for array in arrays]
+    kernel = parsed_kernel(config.ptx, config.kernel_name)
+    parameters = parameter_buffer(kernel, [np.uint64(p).tobytes() for p in pointers])
     ranges = [
         (pointer, pointer + array.nbytes, f"p{i}")
         for i, (pointer, array) in enumerate(zip(pointers, arrays, strict=True))

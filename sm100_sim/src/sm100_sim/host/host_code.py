@@ -41,10 +41,14 @@ ATTRIBUTE_NAMES = {
     6: "programmatic_stream_serialization",
     8: "priority",
     11: "preferred_cluster_dimension",
+    18: "shared_memory_mode",
 }
 _CLUSTER, _PREFERRED_CLUSTER = 4, 11
-#: cudaFuncAttribute values: most dynamic shared memory, non-portable cluster size allowed.
-_SHARED_LIMIT, _NON_PORTABLE = 8, 14
+#: cudaFuncAttribute values: most dynamic shared memory, non-portable cluster size allowed, shared
+#: memory mode.
+_SHARED_LIMIT, _NON_PORTABLE, _SHARED_MODE = 8, 14, 16
+#: Values of cudaSharedMemoryMode that allow oversized shared memory (CUDA 13.5): allow, prefer.
+_OVERSIZED = 3, 4
 
 _SUCCESS, _INVALID_VALUE = 0, 1
 _CONFIG = struct.Struct("<3I3IQQQI")
@@ -260,6 +264,7 @@ def _launch(
     count = run.program.parameter_counts[name]
     registers: Any = run.program.registers.get(name)
     allowed = run.program.function_attributes
+    mode = attributes.get("shared_memory_mode", allowed.get((kernel, _SHARED_MODE), 0))
     pointers = (ctypes.c_uint64 * count).from_address(arguments) if count else ()
     config = LaunchConfig(
         kernel_name=name,
@@ -274,6 +279,7 @@ def _launch(
         cubin=run.program.cubin,
         registers=registers,
         shared_limit=allowed.get((kernel, _SHARED_LIMIT), SHARED_AT_FIRST),
+        oversized_shared=mode in _OVERSIZED,
         non_portable_cluster=bool(allowed.get((kernel, _NON_PORTABLE))),
         explicit_cluster=explicit_cluster,
         moves_registers=name in run.program.moving or name not in run.program.registers,

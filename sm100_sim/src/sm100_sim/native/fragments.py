@@ -8,7 +8,8 @@ from .operands import DONE, PYTHON, operand, shared_by_lanes
 
 #: Columns in a row of tensor memory as native code sees it: [column, 128 lanes].
 TMEM_LANES = 128
-TMEM_COLUMNS = 512
+#: Those of the target that has most; only columns that exist are ever owned.
+TMEM_COLUMNS = 576
 ALL_LANES = 0xFFFFFFFF
 #: Shapes, in the order of `isa.tcgen05_data.SHAPES`.
 ROWS, BITS64, BITS128, BITS256, PAIRED = range(5)

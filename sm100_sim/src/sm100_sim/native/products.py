@@ -54,7 +54,8 @@ ADDED_AT_ONCE = 128
 @native
 def matrix_is_valid(raw: u64) -> boolean:
     """Return True if a matrix descriptor passes all checks of `descriptors.decode_matrix`."""
-    return raw >> 46 & 0x7FFF == 1 and raw >> 61 & 1 == 0
+    # What only some targets read, or none, is for `descriptors.issued_matrix`.
+    return raw >> 46 & 0x7FFF == 1 and raw >> 61 & 1 == 0 and raw & 0xC000C000 == 0
 
 
 @native

@@ -7,7 +7,7 @@ Each call of a function is replaced by its body, with registers, labels and loca
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _FUNCTION = re.compile(
     r"\.func\s+(?:\(\s*(?P<result>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*\((?P<formals>[^)]*)\)"
@@ -18,6 +18,9 @@ _BYTES = re.compile(
     r"\s*\{([\d,\s]*)\}\s*;"
 )
 _FORMAL_NAME = re.compile(r"([\w$%]+)\s*(?:\[\d*\])?\s*$")
+#: Directives that make every launch of a kernel one of clusters.
+_CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
+_TARGET = re.compile(r"^\s*\.target\s+(\w+)", re.M)
 #: Calls within calls, and instructions of a kernel, beyond which inlining stops with an error.
 MAX_DEPTH, MAX_INSTRUCTIONS = 64, 1_000_000
 
@@ -57,6 +60,12 @@ def moved(access: str, declared: int, is_load: bool) -> tuple[str, list[str]]:
     return "cvt", [narrow, wide] if is_load else [wide, narrow]
 
 
+def target_of(text: str) -> str:
+    """Return the target that a module is compiled for, "" where it names none."""
+    match = _TARGET.search(text)
+    return match[1] if match else ""
+
+
 def assembly_lines(text: str) -> frozenset[int] | None:
     """Lines of inline assembly in what a compiler has made; None where no compiler says that it has
     made the text, and all of it is written by hand."""
@@ -80,9 +89,22 @@ def module_data(text: str) -> dict[str, bytes]:
     }
 
 
-def dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
+def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
     match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
     if match is None:
         return None
     x, y, z = ([int(part) for part in match[1].split(",")] + [1, 1])[:3]
     return x, y, z
+
+
+def read_directives(kernel: Any, directives: str) -> None:
+    """Set what the directives between a kernel's parameters and its body say; kernel: a
+    `parser.Kernel`."""
+    kernel.reqntid = _dimensions(directives, "reqntid")
+    kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(directives))
+    kernel.maxntid = _dimensions(directives, "maxntid")
+    minimum = re.search(r"\.minnctapersm\s+(\d+)", directives)
+    kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
+    limit = re.search(r"\.maxnreg\s+(\d+)", directives)
+    kernel.max_registers = int(limit[1]) if limit else None
+    kernel.fixes_registers = bool(minimum or limit)

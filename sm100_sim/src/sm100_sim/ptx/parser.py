@@ -19,10 +19,11 @@ from .declarations import (
     MAX_DEPTH,
     MAX_INSTRUCTIONS,
     Function,
-    dimensions,
     functions_of,
     module_data,
     moved,
+    read_directives,
+    target_of,
 )
 
 #: Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself.
@@ -178,6 +179,7 @@ class Kernel:
     ``fixes_registers``: whether .maxnreg or .minnctapersm says what a launch has; from kernels with
     neither ptxas drops setmaxnreg (`host.cubin.moving_registers` reads it from machine code).
     ``assembly_lines``: of inline assembly (`declarations.assembly_lines`), where that is known.
+    ``target``: what the module is compiled for, "sm_100a" for instance.
     """
 
     name: str
@@ -197,6 +199,7 @@ class Kernel:
     dynamic_shared_offset: int = RESERVED_SHARED_BYTES
     module_data: bytes = b""
     assembly_lines: frozenset[int] | None = None
+    target: str = ""
 
     @property
     def param_bytes(self) -> int:
@@ -255,13 +258,14 @@ def parse_module(text: str) -> dict[str, Kernel]:
     entries = list(_ENTRY.finditer(text))
     module_text = text[: entries[0].start()] if entries else text
     module_shared = _SHARED.findall(module_text)
-    data = module_data(module_text)
+    data, target = module_data(module_text), target_of(module_text)
     functions = functions_of(text) if ".func" in text else {}
     kernels = {}
     for entry in entries:
         parser = _KernelParser(text, line_starts, files, functions)
         parser.define_data(data)
         kernel = parser.parse(entry, module_shared)
+        kernel.target = target
         kernels[kernel.name] = kernel
     return kernels
 
@@ -279,10 +283,6 @@ def _parse_params(text: str) -> list[Param]:
         params.append(Param(name, offset, size, alignment))
         offset += size
     return params
-
-
-#: Directives that make every launch of a kernel one of clusters.
-_CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
 
 
 class _Scope:
@@ -337,14 +337,7 @@ class _KernelParser:
         self.kernel = kernel = Kernel(
             entry[1], _parse_params(entry[2] or ""), {}, module_data=self.data
         )
-        kernel.reqntid = dimensions(entry[3], "reqntid")
-        kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(entry[3]))
-        kernel.maxntid = dimensions(entry[3], "maxntid")
-        minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
-        kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
-        limit = re.search(r"\.maxnreg\s+(\d+)", entry[3])
-        kernel.max_registers = int(limit[1]) if limit else None
-        kernel.fixes_registers = bool(minimum or limit)
+        read_directives(kernel, entry[3])
         self.shared_declarations = list(module_shared)
         self.scope = _Scope(self.module)
         for param in kernel.params:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sm100_sim.devices import MAX_THREADS, REGISTER_FILE, SHARED_OF_AN_SM
+from sm100_sim.devices import MAX_THREADS, REGISTER_FILE, SHARED_OPT_IN
 from sm100_sim.errors import LaunchError
 from sm100_sim.isa.sync import most_asked
 from sm100_sim.state.barriers import MAX_REGISTERS, most_registers, whole_granules
 from sm100_sim.state.launch import LaunchConfig
+from sm100_sim.targets import limits_of
 
 #: Threads in z; CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute
 #: Capability").
@@ -28,6 +29,7 @@ def check_launch(compiled: Any, config: LaunchConfig, threads: int, shared_bytes
     threads: of a CTA; shared_bytes: of a CTA, static, dynamic and the system's.
     """
     kernel = compiled.kernel
+    _check_shared(kernel, config, shared_bytes)
     if any(g % c for g, c in zip(config.grid, config.cluster, strict=True)):
         raise LaunchError(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
     if any(size > most for size, most in zip(config.grid, MAX_GRID, strict=True)):
@@ -41,11 +43,6 @@ def check_launch(compiled: Any, config: LaunchConfig, threads: int, shared_bytes
         raise LaunchError(
             f"cluster {config.cluster}; more than {PORTABLE_CLUSTER} CTAs need the function "
             "attribute cudaFuncAttributeNonPortableClusterSizeAllowed"
-        )
-    if config.dynamic_smem > config.shared_limit:
-        raise LaunchError(
-            f"{config.dynamic_smem} bytes of dynamic shared memory; the kernel may have "
-            f"{config.shared_limit}: set cudaFuncAttributeMaxDynamicSharedMemorySize first"
         )
     if not 1 <= threads <= MAX_THREADS or not math.prod(config.grid):
         raise LaunchError(f"grid {config.grid} of blocks {config.block} cannot be launched")
@@ -69,10 +66,28 @@ def check_launch(compiled: Any, config: LaunchConfig, threads: int, shared_bytes
         raise LaunchError(
             f"{kernel.param_bytes} bytes of parameters; accepted are up to {MAX_PARAMETERS}"
         )
-    if shared_bytes > SHARED_OF_AN_SM:
+
+
+def _check_shared(kernel: Any, config: LaunchConfig, shared_bytes: int) -> None:
+    """Raise LaunchError for more shared memory than the target has, or than was allowed."""
+    limits = limits_of(kernel.target)
+    allowed = limits.shared_of_a_cta if config.shared_limit is None else config.shared_limit
+    if config.dynamic_smem > allowed:
+        raise LaunchError(
+            f"{config.dynamic_smem} bytes of dynamic shared memory; the kernel may have "
+            f"{allowed}: set cudaFuncAttributeMaxDynamicSharedMemorySize first"
+        )
+    if shared_bytes > limits.shared_of_an_sm:
         raise LaunchError(
             f"{shared_bytes} bytes of shared memory a CTA, the system's 1024 included; "
-            f"the limit is {SHARED_OF_AN_SM}"
+            f"the limit is {limits.shared_of_an_sm}"
+        )
+    own = kernel.shared_bytes + config.dynamic_smem
+    if own > SHARED_OPT_IN and not config.oversized_shared:
+        raise LaunchError(
+            f"{own} bytes of shared memory a CTA; more than {SHARED_OPT_IN} need the shared memory "
+            "mode CU_SHARED_MEMORY_MODE_ALLOW_OVERSIZED_SHARED_MEMORY, as an attribute of the "
+            "function or the launch"
         )
 
 

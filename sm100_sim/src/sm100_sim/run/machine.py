@@ -35,6 +35,7 @@ from sm100_sim.state.events import YIELD, AsyncOp, EagerPolicy, Waiting
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
 from sm100_sim.state.warp import DEFAULT_BUDGET, Pages
+from sm100_sim.targets import limits_of
 
 from .grid import Grid
 from .in_step import in_step, perform_natively
@@ -78,6 +79,7 @@ class Machine:
     ) -> None:
         self.compiled = compiled
         self.config = config
+        self.limits = limits_of(compiled.kernel.target)
         self.memory = memory
         self.policy = policy
         self.observers = tuple(observers)

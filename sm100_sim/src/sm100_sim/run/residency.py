@@ -23,6 +23,7 @@ from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory, poisoned_shared
 from sm100_sim.state.tmem import Tmem
 from sm100_sim.state.warp import FAULT_KINDS, Environment, Fault, Pages, Warp, WarpBank
+from sm100_sim.targets import Limits
 
 MBARRIER_BYTES = 8
 
@@ -32,6 +33,7 @@ class Host(Protocol):
 
     compiled: Any
     config: LaunchConfig
+    limits: Limits
     memory: GlobalMemory
     policy: EagerPolicy
     counters: Counter[str]
@@ -139,7 +141,7 @@ class Cta:
         self.rank = rank
         self.ctaid = ctaid
         self.smem = cluster.smem[rank]
-        self.tmem = Tmem(machine.pages)
+        self.tmem = Tmem(machine.pages, machine.limits.columns)
         self.peer: Cta | None = None
         self.warps: list[ResidentWarp] = []
         self.running = -(-machine.threads // 32)

@@ -240,7 +240,7 @@ class CtaState:
         where = f"of CTA {cta.ctaid}"
         about = sanitizer.judge, accesses, sanitizer.layout, sanitizer.in_order
         self.smem = Shadow((cta.smem.size // 16, 4), f"shared memory {where}", *about)
-        self.tmem = Shadow((512, 8), f"tensor memory {where}", *about)
+        self.tmem = Shadow((cta.tmem.columns, 8), f"tensor memory {where}", *about)
         self.flat = self.smem.plane.reshape(-1)
         self._accesses = accesses
         self._guests = np.zeros(sanitizer.layout.agents + 1, np.int32)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sm100_sim.devices import SHARED_OPT_IN
-
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -18,7 +16,9 @@ class LaunchConfig:
     module, `cubin` its machine code, empty where the host code loads none or a compressed one;
     `registers` what a thread is launched with by that code, None where it is not known;
     `moves_registers` whether it has setmaxnreg, taken for granted where it is not known.
-    `shared_limit`: bytes of dynamic shared memory that the kernel's attributes allow;
+    `shared_limit`: bytes of dynamic shared memory that the kernel's attributes allow, None for
+    what its target has; `oversized_shared`: whether the shared memory mode allows more than devices
+    before compute capability 10.7 have;
     `non_portable_cluster`: whether they allow clusters of more than 8 CTAs.
     `explicit_cluster`: whether a launch attribute names the shape of clusters, be it one CTA.
     """
@@ -35,6 +35,7 @@ class LaunchConfig:
     cubin: bytes = field(default=b"", repr=False)
     registers: int | None = None
     moves_registers: bool = True
-    shared_limit: int = SHARED_OPT_IN
+    shared_limit: int | None = None
+    oversized_shared: bool = True
     non_portable_cluster: bool = True
     explicit_cluster: bool = False

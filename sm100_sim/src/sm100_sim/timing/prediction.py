@@ -201,9 +201,15 @@ def traced_program(report: Report, ptx: str, function: SassFunction) -> Compiled
     most machine operations, the first of them.
 
     report: of a launch with a trace. ptx: its module. function: the kernel's SASS (`disassemble`).
-    Raises ValueError if a warp's events fit no path through the SASS.
+    Raises ValueError for a target that no machine has, and if a warp's events fit no path through
+    the SASS.
     """
     kernel = translated_kernel(ptx, report.kernel, True)
+    if kernel.kernel.target.startswith("sm_107"):
+        raise ValueError(
+            f"{report.kernel} is compiled for {kernel.kernel.target}, whose instructions have no "
+            "times here; accepted are kernels for sm_90a, sm_100a, sm_100f, sm_103a and sm_103f"
+        )
     entries = _longest_cluster(report)
     compiled = build(function, kernel, entries, report.cluster, report.shared_accesses)
     return with_products(compiled)

@@ -1,9 +1,9 @@
 """tcgen05 SMEM matrix descriptors and instruction descriptors, and the layouts they name.
 
 Sources: PTX ISA 9.3, sections "Matrix descriptor", "Instruction descriptor" and "Canonical
-layouts" of tcgen05. The unit of every layout is the 16-byte chunk: T = 16 / element bytes
-elements that stay together whatever the swizzle, along K in a K-major operand and along M or N
-in an MN-major one.
+layouts" of tcgen05; NOTE [descriptor version] has those of sm_107. The unit of every layout is the
+16-byte chunk: T = 16 / element bytes elements that stay together whatever the swizzle, along K in a
+K-major operand and along M or N in an MN-major one.
 
 Where chunks lie is computed in native code (`native.operand_layout`).
 """
@@ -55,9 +55,34 @@ class MatrixDescriptor:
     second: int | None = None
 
 
+#: Bits of the version in a matrix descriptor, and its value.
+_VERSION, _VERSION_1 = 7 << 46, 1 << 46
+#: Bits behind the start address and the leading offset of 14 bits; with 15 bits the first of each
+#: pair belongs to the field.
+_BEHIND_FIELDS, _FIFTEENTH = 0xC000C000, 0x40004000
+
+
+def issued_matrix(raw: int, address_bits: int) -> tuple[int, bool]:
+    """Return (the descriptor as `decode_matrix` takes it, whether its version cuts an address).
+
+    address_bits: of the start address and the leading offset on the target (`targets.Limits`).
+
+    NOTE [descriptor version]. The version is in bits 46-48. Targets with 14 bits know 1 alone, and
+    have no field in bits 14-15 and 30-31, which count for nothing. sm_107 has more shared memory
+    than 14 bits reach, 256 KiB. There version 1 has bits 14 and 30, which CuTe DSL 4.8.1 fills for
+    sm_107a. Version 0 has not, and reads 256 KiB below without a fault (cuDNN's front end 1.32, in
+    comments on a GPU of compute capability 10.7).
+    """
+    if address_bits == 14:
+        return raw & ~_BEHIND_FIELDS, False
+    if raw & _VERSION:
+        return raw & ~(_BEHIND_FIELDS & ~_FIFTEENTH), False
+    return raw & ~_BEHIND_FIELDS | _VERSION_1, bool(raw & _FIFTEENTH)
+
+
 @lru_cache(maxsize=65536)
 def decode_matrix(raw: int) -> MatrixDescriptor:
-    """Decode a 64-bit SMEM matrix descriptor.
+    """Decode a 64-bit SMEM matrix descriptor, as `issued_matrix` returns it.
 
     Raises DescriptorError naming the field: a version other than 0b001 in bits 46-48, bits 53-60
     other than 0, absolute mode (bit 52) without the 128 B swizzle of 16-byte atoms, a non-zero base
@@ -79,9 +104,9 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
         what + f"swizzle mode {mode} in absolute leading-dimension mode (bit 52), accepted 2",
     )
     span, atom = _SWIZZLE_MODES[mode]
-    leading = (raw >> 16 & 0x3FFF) << 4
+    leading = (raw >> 16 & 0x7FFF) << 4
     return MatrixDescriptor(
-        start=(raw & 0x3FFF) << 4,
+        start=(raw & 0x7FFF) << 4,
         leading=0 if absolute else leading,
         stride=(raw >> 32 & 0x3FFF) << 4,
         swizzle=span,
@@ -122,11 +147,15 @@ def encode_matrix(descriptor: MatrixDescriptor) -> int:
     mode = modes[descriptor.swizzle, descriptor.atom]
     absolute = descriptor.second is not None
     leading = descriptor.leading if descriptor.second is None else descriptor.second
-    values = {"start": descriptor.start, "leading": leading, "stride": descriptor.stride}
-    for name, value in values.items():
+    fields = (
+        ("start", descriptor.start, 19),
+        ("leading", leading, 19),
+        ("stride", descriptor.stride, 18),
+    )
+    for name, value, bits in fields:
         _check(
-            value % 16 == 0 and 0 <= value < 1 << 18,
-            f"{name} of {value} bytes, accepted multiples of 16 below 2^18",
+            value % 16 == 0 and 0 <= value < 1 << bits,
+            f"{name} of {value} bytes, accepted multiples of 16 below 2^{bits}",
         )
     return (
         descriptor.start >> 4

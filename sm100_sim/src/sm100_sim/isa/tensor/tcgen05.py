@@ -9,6 +9,7 @@ joined depends on program order only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ from sm100_sim.errors import (
 from sm100_sim.state.events import Waiting
 from sm100_sim.state.tmem import LANES
 from sm100_sim.state.warp import predicate_reader, uniform
+from sm100_sim.targets import limits_of
 
 from ..columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from ..shared import shared_address, submit
@@ -37,6 +39,7 @@ from .descriptors import (
     check_operand,
     decode_instruction,
     decode_matrix,
+    issued_matrix,
 )
 from .tensor_core import Mma
 from .zero_columns import source_columns
@@ -58,6 +61,40 @@ def groups(instruction) -> tuple[int, list[str]]:
     if len(given) != 1:
         raise unknown(instruction, "expected .cta_group::1 or ::2")
     return _GROUPS[given[0]], [m for m in instruction.modifiers if m not in _GROUPS]
+
+
+def _allocation(instruction) -> tuple[bool, int]:
+    """Return (.exclusive, .cta_group) of tcgen05.alloc or tcgen05.dealloc."""
+    modifiers = [m for m in instruction.modifiers if m != "shared::cta"]
+    exclusive = modifiers[:1] == ["exclusive"]
+    group, *rest = modifiers[exclusive:] or [""]
+    if group not in _GROUPS or rest != ["sync", "aligned", "b32"]:
+        raise unknown(instruction, "expected {.exclusive}.cta_group.sync.aligned{.shared::cta}.b32")
+    return exclusive, _GROUPS[group]
+
+
+def matrix_reader(instruction, operand, kernel) -> Callable[[Any, int], int]:
+    """Return reader(warp, lanes) of a SMEM matrix descriptor, as `decode_matrix` takes it.
+
+    One whose version cuts an address is a finding of the machine: a GPU reads what lies there,
+    without a fault (`descriptors`, NOTE [descriptor version]).
+    """
+    read, bits = uniform(operand, 64), limits_of(kernel.target).address_bits
+    source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
+
+    def reader(warp, lanes: int) -> int:
+        raw = read(warp, lanes)
+        issued, is_cut = issued_matrix(raw, bits)
+        if is_cut:
+            warp.cta.cluster.machine.finding(
+                f"{instruction.opcode} (PTX line {instruction.line}{source}): SMEM matrix "
+                f"descriptor {raw:#018x} has version 0 (bits 46-48), whose addresses have 14 bits: "
+                "what lies beyond 256 KiB of shared memory is read 256 KiB below; make it with "
+                "version 1"
+            )
+        return issued
+
+    return reader
 
 
 def check_groups(kernel) -> None:
@@ -119,19 +156,16 @@ def queue_of(ctas: tuple) -> tuple:
     ties=Ties.NEVER,
 )
 def bind_alloc(instruction, kernel):
-    """tcgen05.alloc.cta_group.sync.aligned{.shared::cta}.b32 [dst], nCols."""
-    modifiers = tuple(m for m in instruction.modifiers if m != "shared::cta")
-    wide = modifiers == instruction.modifiers
-    if modifiers[1:] != ("sync", "aligned", "b32") or modifiers[0] not in _GROUPS:
-        raise unknown(instruction, "expected .cta_group.sync.aligned{.shared::cta}.b32")
-    group = _GROUPS[modifiers[0]]
+    """tcgen05.alloc{.exclusive}.cta_group.sync.aligned{.shared::cta}.b32 [dst], nCols."""
+    wide = "shared::cta" not in instruction.modifiers
+    exclusive, group = _allocation(instruction)
     target = shared_address(instruction.operands[0], wide)
     columns = uniform(instruction.operands[1], 32)
 
     def execute(warp, lanes: int):
         cta = warp.cta
         count = columns(warp, lanes)
-        first = cta.tmem.allocate(count, group)
+        first = cta.tmem.allocate(count, group, exclusive)
         if first is None:
             return Waiting(f"{count} free columns of TMEM", cta.tmem)
         _store_address(cta, target(warp, lanes), first)
@@ -163,13 +197,13 @@ def _store_address(cta, shared: int, value: int) -> None:
     ties=Ties.NEVER,
 )
 def bind_dealloc(instruction, kernel):
-    """tcgen05.dealloc.cta_group.sync.aligned.b32 taddr, nCols."""
-    group = _group(instruction, "sync", "aligned", "b32")
+    """tcgen05.dealloc{.exclusive}.cta_group.sync.aligned.b32 taddr, nCols."""
+    exclusive, group = _allocation(instruction)
     address, columns = (uniform(operand, 32) for operand in instruction.operands)
 
     def execute(warp, lanes: int) -> None:
         cta = warp.cta
-        cta.tmem.deallocate(address(warp, lanes), columns(warp, lanes), group)
+        cta.tmem.deallocate(address(warp, lanes), columns(warp, lanes), group, exclusive)
         cta.cluster.machine.wake(cta.tmem)
 
     return execute
@@ -406,7 +440,8 @@ def bind_mma(instruction, kernel):
         raise unknown(instruction, "operands of tcgen05.mma")
     a_in_tmem = a_op.kind == "mem"
     d, idesc = uniform(d_op, 32), uniform(idesc_op, 32)
-    a, b = uniform(a_op, 32 if a_in_tmem else 64), uniform(b_op, 64)
+    b = matrix_reader(instruction, b_op, kernel)
+    a = uniform(a_op, 32) if a_in_tmem else matrix_reader(instruction, a_op, kernel)
     by_lane = rest[0].kind == "pred"
     enable: Any = predicate_reader(rest[0]) if by_lane else uniform(rest[0], 32)
     scale = rest[1].value if len(rest) == 2 else 0

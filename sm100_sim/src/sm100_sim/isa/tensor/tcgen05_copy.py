@@ -22,7 +22,7 @@ from ..columns import Effect, Event, Recorded, Rule, Ties
 from ..shared import submit
 from ..table import effect_of, machine_op, unknown
 from .descriptors import check_operand, chunks_of, decode_matrix
-from .tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
+from .tcgen05 import end_chain, groups, matrix_reader, operands_of, queue_of, single_thread
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
 def bind_copy(instruction, kernel):
     """tcgen05.cp.cta_group.shape{.multicast}{.b8x16.source} [taddr], descriptor."""
     group, shape, bits = _form_of(instruction)
-    target, source = uniform(instruction.operands[0], 32), uniform(instruction.operands[1], 64)
+    target = uniform(instruction.operands[0], 32)
+    source = matrix_reader(instruction, instruction.operands[1], kernel)
     effect = effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
