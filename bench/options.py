@@ -73,15 +73,16 @@ def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
     return name
 
 
+def add_direction(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    meaning = "%(default)s unless chosen" if default else "both unless chosen"
+    parser.add_argument("--direction", choices=DIRECTIONS, default=default, help=meaning)
+
+
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     """Add the options of the model: used where there is a GPU or not, settings. draws: default."""
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument(
-        "--machine",
-        type=machine,
-        default="b200",
-        help="of the model: b200, b300, gb200, gb300, or a file such as the report of a bringup",
-    )
+    files = "of the model: b200, b300, gb200, gb300, or a file such as the report of a bringup"
+    parser.add_argument("--machine", type=machine, default="b200", help=files)
     parser.add_argument("--draws", type=int, default=draws, help="draws of its uncertain constants")
 
 
@@ -93,16 +94,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def add_time_limit(parser: argparse.ArgumentParser) -> None:
     """`--within`, the seconds of a `TimeLimit`."""
-    parser.add_argument(
-        "--within",
-        type=float,
-        metavar="SECONDS",
-        help="begin no row but the first later than this; those left out are named",
-    )
+    meaning = "begin no row but the first later than this; those left out are named"
+    parser.add_argument("--within", type=float, metavar="SECONDS", help=meaning)
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that times calls on a GPU, and of its output."""
+    add_sampling_options(parser)
+    add_time_limit(parser)
+    add_output_options(parser)
 
 
 def accuracy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
+    add_direction(parser, FORWARD)
     add_jobs_option(parser)
     add_output_options(parser)
 
@@ -130,59 +134,42 @@ def bringup(parser: argparse.ArgumentParser) -> None:
 
 
 def decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        type=one_of("part", DECODE_PARTS),
-        metavar="PART",
-        help=f"of {', '.join(DECODE_PARTS)}; all unless chosen",
-    )
+    parts = f"of {', '.join(DECODE_PARTS)}; all unless chosen"
+    part = one_of("part", DECODE_PARTS)
+    parser.add_argument("parts", nargs="*", type=part, metavar="PART", help=parts)
     parser.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
-    parser.add_argument(
-        "--l2",
-        choices=L2_STATES,
-        help=f"before each run of a measurement; by default {WARM} of new-rows and {COLD} else",
-    )
+    state = f"before each run of a measurement; by default {WARM} of new-rows and {COLD} else"
+    parser.add_argument("--l2", choices=L2_STATES, help=state)
     add_model_options(parser)
     add_jobs_option(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
+    _add_measured(parser)
 
 
 def ex2_sweep(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("grid", "all combinations, and hardware only")
-    of_freq = "ex2_emu_freq; with --e4m3 16 at most"
-    axes.add_argument("--freq", type=int, nargs="+", default=[4, 8, 16], help=of_freq)
-    axes.add_argument("--res", type=int, nargs="+", default=[2, 4], help="ex2_emu_res")
-    axes.add_argument("--start", type=int, nargs="+", default=[0, 2], help="ex2_emu_start_frg")
-    axes.add_argument(
-        "--degree", type=int, nargs="+", default=[3], help=f"of {', '.join(map(str, COEFFICIENTS))}"
-    )
-    axes.add_argument(
-        "--all-fragments", action="store_true", help="emulate in a row's last fragment, too"
-    )
+    for name, default, meaning in (
+        ("freq", [4, 8, 16], "ex2_emu_freq; with --e4m3 16 at most"),
+        ("res", [2, 4], "ex2_emu_res"),
+        ("start", [0, 2], "ex2_emu_start_frg"),
+        ("degree", [3], f"of {', '.join(map(str, COEFFICIENTS))}"),
+    ):
+        axes.add_argument(f"--{name}", type=int, nargs="+", default=default, help=meaning)
+    every = "emulate in a row's last fragment, too"
+    axes.add_argument("--all-fragments", action="store_true", help=every)
     parser.add_argument("--mask", choices=("full", "causal"), help="both unless chosen")
-    parser.add_argument(
-        "--e4m3", action="store_true", help="of the kernel for q, k and v in e4m3; modelled alone"
-    )
+    of_e4m3 = "of the kernel for q, k and v in e4m3; modelled alone"
+    parser.add_argument("--e4m3", action="store_true", help=of_e4m3)
     add_model_options(parser, draws=2)
     add_jobs_option(parser)
     add_sampling_options(parser)
-    parser.add_argument(
-        "--write",
-        nargs="?",
-        const=str(tuning.TABLE),
-        metavar="FILE",
-        help="write the best as tuning table, by default the one that the operator reads",
-    )
+    written = "write the best as tuning table, by default the one that the operator reads"
+    table = str(tuning.TABLE)
+    parser.add_argument("--write", nargs="?", const=table, metavar="FILE", help=written)
     add_output_options(parser)
 
 
 def gate(parser: argparse.ArgumentParser) -> None:
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
+    _add_measured(parser)
 
 
 def host(parser: argparse.ArgumentParser) -> None:
@@ -191,24 +178,15 @@ def host(parser: argparse.ArgumentParser) -> None:
 
 
 def masks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    add_direction(parser)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has TEXT")
+    names = f"of {'; '.join(MASK_PROVIDERS)}; repeatable, all unless chosen"
     parser.add_argument(
-        "--provider",
-        action="append",
-        choices=MASK_PROVIDERS,
-        metavar="NAME",
-        help=f"of {'; '.join(MASK_PROVIDERS)}; repeatable, all unless chosen",
+        "--provider", action="append", choices=MASK_PROVIDERS, metavar="NAME", help=names
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=MASK_SECONDS,
-        help="of all runs of a row: where they take longer there are fewer",
-    )
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
+    seconds = "of all runs of a row: where they take longer there are fewer"
+    parser.add_argument("--seconds", type=float, default=MASK_SECONDS, help=seconds)
+    _add_measured(parser)
 
 
 def profile(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +196,7 @@ def profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", default="16/2", metavar="Q/KV", help="query and KV heads")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int, metavar="LEFT", help="keys seen left of the diagonal")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    add_direction(parser)
     parser.add_argument("--run", action="store_true", help="run the commands")
     parser.add_argument("--report", default="fa4_hd256", help="begin of the reports' file names")
     parser.add_argument("--iket", action="store_true", help="timelines of the kernels' own ranges")
@@ -232,47 +210,35 @@ def report(parser: argparse.ArgumentParser) -> None:
 
 
 def schedulers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
+    add_direction(parser, FORWARD)
     add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
     suite.add_selection(parser)
-    add_output_options(parser)
+    _add_measured(parser)
 
 
 def throughput(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    add_direction(parser)
     add_model_options(parser, draws=32)
     add_jobs_option(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
-    parser.add_argument(
-        "--l2", choices=L2_STATES, default=COLD, help="before each run of a measurement"
+    state = "before each run of a measurement"
+    parser.add_argument("--l2", choices=L2_STATES, default=COLD, help=state)
+    names = (
+        f"of {'; '.join(PROVIDERS)}; repeatable, all unless chosen, measured without the last; "
+        f"with --dtype e4m3 of {OURS}; {OURS_BF16}"
     )
-    parser.add_argument(
-        "--provider",
-        action="append",
-        choices=(*PROVIDERS, OURS_BF16),
-        metavar="NAME",
-        help=f"of {'; '.join(PROVIDERS)}; repeatable, all unless chosen, measured without the "
-        f"last; with --dtype e4m3 of {OURS}; {OURS_BF16}",
-    )
+    choices = (*PROVIDERS, OURS_BF16)
+    parser.add_argument("--provider", action="append", choices=choices, metavar="NAME", help=names)
     suite.add_selection(parser)
-    add_output_options(parser)
+    _add_measured(parser)
 
 
 def training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument(
-        "--seed", type=int, action="append", help="of the first weights; repeatable, 0 unless given"
-    )
-    parser.add_argument(
-        "--attention",
-        action="append",
-        choices=ATTENTIONS,
-        help=f"beside {REFERENCE} and ours; repeatable, all unless chosen",
-    )
+    seeds = "of the first weights; repeatable, 0 unless given"
+    parser.add_argument("--seed", type=int, action="append", help=seeds)
+    names = f"beside {REFERENCE} and ours; repeatable, all unless chosen"
+    parser.add_argument("--attention", action="append", choices=ATTENTIONS, help=names)
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default)
@@ -294,12 +260,8 @@ def _serving(parser: argparse.ArgumentParser, backends: Sequence[str]) -> None:
         ("backend", backends, f"ours is {backends[0]}"),
         ("mode", (EAGER, GRAPHS), "of the engine: without CUDA graphs, or with those of decoding"),
     ):
-        parser.add_argument(
-            f"--{name}",
-            action="append",
-            choices=choices,
-            help=f"{meaning}; repeatable, all unless chosen",
-        )
+        several = f"{meaning}; repeatable, all unless chosen"
+        parser.add_argument(f"--{name}", action="append", choices=choices, help=several)
     for name, default, meaning in (
         ("layers", 12, "of the models"),
         ("hidden", 2048, "their hidden size"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -142,11 +143,9 @@ def equal(batch: int, seqlen: int, seqlen_k: int | None = None) -> tuple[tuple[i
 
 
 def _dense() -> Iterator[Case]:
-    for heads, heads_kv in HEADS:
-        for causal in (False, True):
-            for seqlen in SEQLENS:
-                batch = max(1, TOKENS // seqlen)
-                yield Case("dense", equal(batch, seqlen), heads, heads_kv, causal)
+    for (heads, heads_kv), causal, seqlen in product(HEADS, (False, True), SEQLENS):
+        lengths = equal(max(1, TOKENS // seqlen), seqlen)
+        yield Case("dense", lengths, heads, heads_kv, causal)
 
 
 def ragged_lengths(
@@ -159,23 +158,22 @@ def ragged_lengths(
 
 
 def _varlen() -> Iterator[Case]:
-    for batch, seqlen in ((16, 1024), (4, 4096), (2, 8192), (1, 16384)):
-        yield Case("varlen", equal(batch, seqlen), 16, 2, True, packed=True)
-    # A training batch of documents, and many sequences; the longest sets the grid.
-    for count, longest in ((8, 8192), (64, 4096)):
-        yield Case("varlen", ragged_lengths(count, longest), 16, 2, True, packed=True)
-    for count in (2048, 8192):
-        yield Case("varlen", equal(count, 34), 16, 2, True, packed=True)
+    for lengths in (
+        *(equal(*of) for of in ((16, 1024), (4, 4096), (2, 8192), (1, 16384))),
+        # A training batch of documents, and many sequences; the longest sets the grid.
+        *(ragged_lengths(*of) for of in ((8, 8192), (64, 4096))),
+        *(equal(count, 34) for count in (2048, 8192)),
+    ):
+        yield Case("varlen", lengths, 16, 2, True, packed=True)
 
 
 def _windows() -> Iterator[Case]:
-    heads = GEMMA_HEADS
-    yield Case("window", equal(1, 65536), *heads, True, (1023, None))
-    for left in (512, 1024, 4096):
-        for seqlen in (4096, 8192, 16384, 32768):
-            yield Case("window", equal(TOKENS // seqlen, seqlen), *heads, True, (left, None))
+    yield Case("window", equal(1, 65536), *GEMMA_HEADS, True, (1023, None))
+    for left, seqlen in product((512, 1024, 4096), (4096, 8192, 16384, 32768)):
+        lengths = equal(TOKENS // seqlen, seqlen)
+        yield Case("window", lengths, *GEMMA_HEADS, True, (left, None))
     # Gemma 2: alternate layers with a window, softcap 50.
-    yield Case("window", equal(4, 8192), *heads, True, (4096, None), 50.0)
+    yield Case("window", equal(4, 8192), *GEMMA_HEADS, True, (4096, None), 50.0)
 
 
 def _few_kv_heads() -> Iterator[Case]:
@@ -184,51 +182,44 @@ def _few_kv_heads() -> Iterator[Case]:
 
 
 def _unequal() -> Iterator[Case]:
-    for lengths in ((1, 2048), (64, 1), (128, 4096), (255, 256), (512, 4096)):
-        # Causal rows of (64, 1) but the last see nothing; both masks are defined.
-        for causal in (False, True):
-            yield Case("unequal", equal(8, *lengths), 16, 2, causal)
+    lengths = (1, 2048), (64, 1), (128, 4096), (255, 256), (512, 4096)
+    # Causal rows of (64, 1) but the last see nothing; both masks are defined.
+    for of_both, causal in product(lengths, (False, True)):
+        yield Case("unequal", equal(8, *of_both), 16, 2, causal)
 
 
 def _h200_dense() -> Iterator[Case]:
-    for heads, heads_kv in ((16, 16), (16, 2)):
-        for causal in (True, False):
-            for seqlen in H200_SEQLENS:
-                batch = H200_TOKENS // seqlen
-                yield Case("dense", equal(batch, seqlen), heads, heads_kv, causal)
+    for heads_kv, causal, seqlen in product((16, 2), (True, False), H200_SEQLENS):
+        yield Case("dense", equal(H200_TOKENS // seqlen, seqlen), 16, heads_kv, causal)
 
 
 def _h200_window() -> Iterator[Case]:
-    for left, seqlen in ((511, 4096), (1023, 4096), (1023, 16384), (4095, 16384)):
-        for heads_kv in (16, 2):
-            lengths = equal(H200_TOKENS // seqlen, seqlen)
-            yield Case("window", lengths, 16, heads_kv, True, (left, None))
+    windows = (511, 4096), (1023, 4096), (1023, 16384), (4095, 16384)
+    for (left, seqlen), heads_kv in product(windows, (16, 2)):
+        lengths = equal(H200_TOKENS // seqlen, seqlen)
+        yield Case("window", lengths, 16, heads_kv, True, (left, None))
 
 
 def _h200_varlen() -> Iterator[Case]:
-    for heads_kv in (16, 2):
-        yield Case("varlen", equal(16, 1024), 16, heads_kv, True, packed=True)
-        for count, longest in ((8, 8192), (64, 4096)):
-            lengths = ragged_lengths(count, longest)
-            yield Case("varlen", lengths, 16, heads_kv, True, packed=True)
+    batches = equal(16, 1024), ragged_lengths(8, 8192), ragged_lengths(64, 4096)
+    for heads_kv, lengths in product((16, 2), batches):
+        yield Case("varlen", lengths, 16, heads_kv, True, packed=True)
 
 
 def _mha() -> Iterator[Case]:
-    for heads in MHA_HEADS:
-        for seqlen in (4096, 8192):
-            yield Case("mha", equal(1, seqlen), heads, heads, True)
-    for heads in MHA_HEADS:
-        for lengths in MHA_BATCHES:
-            yield Case("mha", lengths, heads, heads, True, packed=True)
+    for heads, seqlen in product(MHA_HEADS, (4096, 8192)):
+        yield Case("mha", equal(1, seqlen), heads, heads, True)
+    for heads, lengths in product(MHA_HEADS, MHA_BATCHES):
+        yield Case("mha", lengths, heads, heads, True, packed=True)
 
 
 def _prompts() -> Iterator[Case]:
     for heads in (16, 8, 4):
-        for seqlen in (2048, 8192, 32768):
-            yield Case("prompts", equal(1, seqlen), heads, 1, True)
-        for queries in (512, 1024):
-            for keys in (65536, 131072):
-                yield Case("prompts", equal(1, queries, keys), heads, 1, True)
+        for lengths in (
+            *((seqlen, seqlen) for seqlen in (2048, 8192, 32768)),
+            *product((512, 1024), (65536, 131072)),
+        ):
+            yield Case("prompts", equal(1, *lengths), heads, 1, True)
 
 
 def _chunked_prefill() -> Iterator[Case]:
@@ -237,45 +228,34 @@ def _chunked_prefill() -> Iterator[Case]:
 
 
 def _decode() -> Iterator[Case]:
-    for batch, keys, heads, heads_kv in (
+    shapes = (
         (1, 131072, 32, 2), (8, 8192, 16, 2), (1, 8192, 32, 2), (8, 8192, 24, 4),
         (128, 131072, 32, 2),
-    ):  # fmt: skip
-        for queries in (1, 2, 4):
-            yield Case("decode", equal(batch, queries, keys), heads, heads_kv, False)
+    )  # fmt: skip
+    for (batch, keys, heads, heads_kv), queries in product(shapes, (1, 2, 4)):
+        yield Case("decode", equal(batch, queries, keys), heads, heads_kv, False)
 
 
 GROUPS = {
-    "dense": _dense,
-    "varlen": _varlen,
-    "window": _windows,
-    "few KV heads": _few_kv_heads,
+    "dense": _dense, "varlen": _varlen, "window": _windows, "few KV heads": _few_kv_heads,
     "unequal": _unequal,
-}
+}  # fmt: skip
 
 #: Heads of MLA models whose K and V are expanded to head_dim 256 in prefill and training, without
 #: GQA: GLM-4.7-Flash; GLM-5 and Hy4. Their packed batches: a few prompts, and many.
 MHA_HEADS = (20, 64)
-MHA_BATCHES = (
-    ragged_lengths(8, 8192, shortest=512),
-    ragged_lengths(32, 4096, shortest=64),
-)  # fmt: skip
+MHA_BATCHES = ragged_lengths(8, 8192, shortest=512), ragged_lengths(32, 4096, shortest=64)
 
 #: Chosen by name, no parts of the whole suite: what docs/benchmarks.md has of an H200, and prompts
 #: for which NVIDIA has published cuDNN's rates.
 BY_NAME = {
-    "h200 dense": _h200_dense,
-    "h200 window": _h200_window,
-    "h200 varlen": _h200_varlen,
-    "chunked prefill": _chunked_prefill,
-    "decode": _decode,
-    "mha": _mha,
-    "prompts": _prompts,
-}
+    "h200 dense": _h200_dense, "h200 window": _h200_window, "h200 varlen": _h200_varlen,
+    "chunked prefill": _chunked_prefill, "decode": _decode, "mha": _mha, "prompts": _prompts,
+}  # fmt: skip
 
 
 def cases(groups: Iterable[str] | None = None) -> list[Case]:
-    """The suite, or some of its groups. Raises ValueError for a group that is not known."""
+    """Return the suite, or some of its groups. Raises ValueError for a group that is not known."""
     names, known = list(GROUPS) if groups is None else list(groups), GROUPS | BY_NAME
     for name in names:
         if name not in known:
@@ -287,34 +267,26 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose cases, as `selected` reads them."""
     group = parser.add_argument_group("cases", "the whole suite, unless chosen here")
     names = tuple(GROUPS | BY_NAME)
-    group.add_argument(
-        "--group",
-        action="append",
-        choices=names,
-        metavar="NAME",
-        help=f"one of {', '.join(names)}; repeatable",
-    )
+    known = f"one of {', '.join(names)}; repeatable"
+    group.add_argument("--group", action="append", choices=names, metavar="NAME", help=known)
     group.add_argument("--heads", action="append", metavar="Q/KV", help="such as 32/2; repeatable")
     group.add_argument("--max-tokens", type=int, help="leave out cases with more query tokens")
     group.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
 
 
 def selected(
-    arguments: argparse.Namespace, default: Callable[[], Iterable[Case]] | None = None
+    arguments: argparse.Namespace, default: Callable[[], Iterable[Case]] = cases
 ) -> list[Case]:
-    """The cases chosen by `add_selection`'s options. default: what is chosen from where no group
-    is, None for the whole suite. Raises ValueError if none is left."""
-    if default is None or arguments.group:
-        found = cases(arguments.group)
-    else:
-        found = list(default())
-    if arguments.heads:
-        found = [case for case in found if case.heads_text in arguments.heads]
-    if arguments.max_tokens:
-        limit = arguments.max_tokens
-        found = [case for case in found if sum(q for q, _ in case.lengths) <= limit]
-    if arguments.only:
-        found = [case for case in found if arguments.only in str(case)]
+    """Return the cases chosen by `add_selection`'s options. default: what is chosen from where no
+    group is. Raises ValueError if none is left."""
+    heads, limit, only = arguments.heads, arguments.max_tokens, arguments.only or ""
+    found = [
+        case
+        for case in (cases(arguments.group) if arguments.group else default())
+        if (not heads or case.heads_text in heads)
+        and (not limit or sum(q for q, _ in case.lengths) <= limit)
+        and only in str(case)
+    ]
     if not found:
         raise ValueError("no case is left; `--group dense --only 1x32768` alone would leave some")
     return found

@@ -8,34 +8,39 @@ and must be that of the pattern. Backward: dQ, dK and dV by kind of call, on eve
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from bench.measure import accuracy as measured
+import sm100_sim
 from bench.measure import gradient_accuracy
-from bench.measure.accuracy import Accuracy
-from bench.measure.gradient_accuracy import GradientAccuracy
+from bench.measure.gradient_accuracy import DTYPES, GradientAccuracy
+from bench.processes import one_simulator_thread, stream
 from bench.suite import FORWARD
 from bench.tables.origin import simulator_machine
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256.check.reference import GradientComparison
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
+from fa4_hd256.check import reference
+from fa4_hd256.check.single_kernels import launch_forward
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.softmax_emu.pattern import COEFFICIENTS, HARDWARE_ONLY, Ex2Pattern
 
 COLUMNS = (
-    Column("dtype"),
-    Column("degree"),
-    Column("true_share", format=".2%", title="emulated"),
+    Column("dtype"), Column("degree"), Column("true_share", format=".2%", title="emulated"),
     Column("mix", title="freq, res"),
     Column("max_error", format=".3e", title="out, max error"),
     Column("pytorch_max_error", format=".3e", title="of same-dtype PyTorch"),
     Column("rel_l2", format=".3e", title="out, relative L2"),
     Column("lse_max_error", format=".2e", title="LSE, max error"),
-)
+)  # fmt: skip
 #: Names of gradients in `GradientAccuracy.comparisons`, and of their columns.
 _GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV"}
 #: Makers of gradients: where dS is stored, and where it is recomputed.
@@ -62,44 +67,99 @@ WORST_COLUMNS = (
 )  # fmt: skip
 
 
+#: freq, res, last fragment on hardware: 18.75 %, 37.5 % and 100 % of a step's columns.
+_MIXES = ((14, 4, True), (4, 3, True), (2, 2, False))
+#: Hardware only, then every degree at every mix.
+PATTERNS = (
+    HARDWARE_ONLY,
+    *(
+        Ex2Pattern(freq, res, 0, last_fragment_hardware=last, degree=degree)
+        for (freq, res, last), degree in itertools.product(_MIXES, COEFFICIENTS)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Full attention, batch 1, one head, standard normal q, k, v."""
+
+    seqlen_q: int = 256
+    seqlen_k: int = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the forward."""
+
+    pattern: Ex2Pattern
+    dtype: torch.dtype
+    shape: Shape = Shape()
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of one case. executed_share: of the score elements, counted by the simulator."""
+
+    case: Case
+    executed_share: float
+    comparison: reference.Comparison
+
+
+def measure(case: Case) -> Accuracy:
+    """Run one case in the simulator. Raises RuntimeError if another share was emulated than the
+    pattern says."""
+    shape, config = case.shape, ForwardConfig(ex2_pattern=case.pattern)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seqlen, 1, HEAD_DIM, generator=generator).to(case.dtype)
+        for seqlen in (shape.seqlen_q, shape.seqlen_k, shape.seqlen_k)
+    )
+    options = Options.check(None, False, (None, None), 0.0, False)
+    problem = Problem.describe((q, k, v), options, config=config)
+    out, lse = launch_forward(problem, (q, k, v))
+    # Scores take the flushing form of ex2, factors of a row the other.
+    report = sm100_sim.last_reports()[-1]
+    steps = -(-shape.seqlen_q // config.tile_q) * -(-shape.seqlen_k // config.block_kv)
+    hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
+    share = 1 - hardware / (steps * config.tile_q * config.block_kv)
+    if share != case.pattern.true_share(config.block_kv):
+        raise RuntimeError(f"{share:.4%} of the score elements were emulated; {case.pattern}")
+    return Accuracy(case, share, reference.compare(out, lse, (q, k, v)))
+
+
+def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[Accuracy]:
+    """Yield the errors of every case, on `jobs` processes."""
+    return stream(measure, list(cases), jobs, one_simulator_thread)
+
+
+def default_cases() -> list[Case]:
+    return [Case(pattern, dtype) for dtype, pattern in itertools.product(DTYPES, PATTERNS)]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _degree(pattern: Ex2Pattern) -> int | None:
-    return pattern.degree if pattern.true_share() else None
-
-
 def table(found: list[Accuracy]) -> Table:
     shape = found[0].case.shape
-    rows = [_row(result) for result in found]
     title = (
         f"Error of the forward against float64: {shape.seqlen_q} queries, {shape.seqlen_k} keys, "
         "one head, full attention, standard normal inputs"
     )
     plot = Plot(("degree", "true_share"), "rel_l2", panel="dtype")
-    return Table("accuracy", title, COLUMNS, rows, plot=plot)
+    return Table("accuracy", title, COLUMNS, [_row(result) for result in found], plot=plot)
 
 
 def _row(result: Accuracy) -> dict[str, Any]:
+    case, pattern = result.case, result.case.pattern
+    emulates = pattern.true_share()
     return {
-        "dtype": _name(result.case.dtype),
-        "degree": _degree(result.case.pattern),
+        "dtype": _name(case.dtype), "degree": pattern.degree if emulates else None,
         "true_share": result.executed_share,
-        "mix": _mix(result.case.pattern),
-        "pattern": asdict(result.case.pattern),
-        **asdict(result.case.shape),
-        **asdict(result.comparison),
-        "tolerance": result.comparison.tolerance,
-        BASIS: "measured",
-        MACHINE: simulator_machine(),
-    }
-
-
-def _mix(pattern: Ex2Pattern) -> str:
-    if not pattern.true_share():
-        return "hardware"
-    return f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}"
+        "mix": f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}" if emulates else "hardware",
+        "pattern": asdict(pattern), **asdict(case.shape), **asdict(result.comparison),
+        "tolerance": result.comparison.tolerance, BASIS: "measured", MACHINE: simulator_machine(),
+    }  # fmt: skip
 
 
 def gradient_tables(results: list[GradientAccuracy]) -> list[Table]:
@@ -142,7 +202,9 @@ def _place(case: gradient_accuracy.Case) -> dict[str, str]:
 
 def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
     """Return the worst result by architecture, dtype, gradient and the kernel that makes it."""
-    groups: dict[tuple[str, ...], list[tuple[str, GradientComparison]]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[tuple[str, reference.GradientComparison]]] = defaultdict(
+        list
+    )
     for result in results:
         case = result.case
         for name, found in result.comparisons.items():
@@ -165,16 +227,15 @@ def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if the error of a gradient is above its tolerance."""
     if arguments.direction == FORWARD:
-        cases = measured.default_cases()
-        found = measured.measure_all(cases, arguments.jobs)
+        cases = default_cases()
+        found = measure_all(cases, arguments.jobs)
         shown = results(found, len(cases), COLUMNS, lambda one: [_row(one)], "simulating")
         emit(table(list(shown)), arguments)
         return 0
     calls = gradient_accuracy.default_cases()
     gradients = gradient_accuracy.measure_all(calls, arguments.jobs)
-    columns = GRADIENT_COLUMNS
-    judged = list(
-        results(gradients, len(calls), columns, lambda one: [_gradient_row(one)], "simulating")
-    )
+    judged = list(results(
+        gradients, len(calls), GRADIENT_COLUMNS, lambda one: [_gradient_row(one)], "simulating"
+    ))  # fmt: skip
     emit(gradient_tables(judged), arguments)
     return 0 if all(result.accurate for result in judged) else 1

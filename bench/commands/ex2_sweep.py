@@ -115,7 +115,8 @@ def entries(rows: Iterable[dict[str, Any]]) -> list[tuning.TunedPattern]:
     ]  # fmt: skip
 
 
-_MIX = (
+_COLUMNS = (
+    Column("gpu", title="GPU"), Column("mask"), Column("seqlen"),
     Column("mix"), Column("degree"), Column("true_share", format=".2%", title="emulated"),
     Column("exp2_error", format=".2e", title="exp2, relative error"),
     Column("out_error", format=".3e", title="out, relative L2"),
@@ -142,7 +143,7 @@ def tables(
     )
     figure = "tflops" if rows[0]["step_clocks"] is None else "step_clocks"
     plot = Plot("true_share", figure, "line", series="seqlen_class", panel="mask")
-    columns = (*_CLASS, *_MIX, *_TIME, *columns)
+    columns = (*_COLUMNS, *columns)
     by_share = sorted(rows, key=lambda row: (row["mask"], row["seqlen"], row["true_share"]))
     best = [row for row in by_share if row["chosen"]]
     of = f" in {E4M3}" if is_e4m3(rows[0]) else ""
@@ -206,6 +207,6 @@ def _shown(
         return [row_of(one[0], times, errors[one[0][0]], causal) | origin]
 
     doing = "measuring" if origin[BASIS] == "measured" else "replaying"
-    for _ in results(timed, len(errors) * len(SEQLENS), (*_CLASS, *_MIX, *_TIME), heard, doing):
+    for _ in results(timed, len(errors) * len(SEQLENS), _COLUMNS, heard, doing):
         pass
     return times

@@ -24,13 +24,10 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 COLUMNS = (
-    Column("call"),
-    Column("provider"),
-    Column("median", "us", ".1f"),
-    Column("low", "us", ".1f", "20 %"),
-    Column("high", "us", ".1f", "80 %"),
+    Column("call"), Column("provider"), Column("median", "us", ".1f"),
+    Column("low", "us", ".1f", "20 %"), Column("high", "us", ".1f", "80 %"),
     Column("loop", "ns", ".1f", "an empty loop"),
-)
+)  # fmt: skip
 #: Rows of a sequence where there is no GPU.
 FEW_ROWS = 2
 

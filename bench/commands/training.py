@@ -68,36 +68,23 @@ def _shown(steps: int) -> list[int]:
 
 
 def _row(seed: int, name: str, of_seed: dict[str, Run | str], steps: int) -> dict[str, Any]:
-    """Columns of an attention, beside the others of its seed that are known."""
+    """Return the columns of an attention, beside the others of its seed that are known."""
     row: dict[str, Any] = dict.fromkeys(column.name for column in columns_of(steps))
-    run = of_seed[name]
-    is_known = isinstance(run, Run)
-    own = _figures(name, of_seed, _shown(steps)) if is_known else {"status": run}
-    return row | {"seed": seed, "attention": name} | own
-
-
-def _figures(name: str, found: dict[str, Run | str], shown: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of a run, beside others of its seed."""
-    run, exact = found[name], found[REFERENCE]
-    assert isinstance(run, Run)
+    row |= {"seed": seed, "attention": name}
+    run, exact = of_seed[name], of_seed[REFERENCE]
+    if not isinstance(run, Run):
+        return row | {"status": run}
     means = smoothed(run.losses)
-    figures: dict[str, Any] = {f"step_{n}": float(means[n - 1]) for n in shown}
-    figures |= {"milliseconds": run.milliseconds, "status": "ok", "losses": run.losses}
+    row |= {f"step_{n}": float(means[n - 1]) for n in _shown(steps)}
+    row |= {"milliseconds": run.milliseconds, "status": "ok", "losses": run.losses}
     if isinstance(exact, Run) and name != REFERENCE:
         differences = means - smoothed(exact.losses)
         farthest = int(np.abs(differences).argmax())
-        figures |= {"apart": float(differences[farthest]), "at": farthest + 1}
-        figures["end"] = float(differences[-1])
-        figures["equal"] = _same_bits(name, found)
-    return figures
-
-
-def _same_bits(name: str, found: dict[str, Run | str]) -> str | None:
-    again = found.get(name + AGAIN)
-    run = found[name]
-    if not isinstance(again, Run) or not isinstance(run, Run):
-        return None
-    return "the same" if again.losses == run.losses else "others"
+        row |= {"apart": float(differences[farthest]), "at": farthest + 1}
+        row["end"] = float(differences[-1])
+        if isinstance(again := of_seed.get(name + AGAIN), Run):
+            row["equal"] = "the same" if again.losses == run.losses else "others"
+    return row
 
 
 def main(arguments: argparse.Namespace) -> int:

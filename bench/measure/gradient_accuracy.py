@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 
 import sm100_sim
-from bench.measure.accuracy import DTYPES
 from bench.processes import one_simulator_thread, stream
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.architectures import ARCHITECTURES, named
@@ -25,6 +24,7 @@ from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.score_mods import alibi
 
+DTYPES = (torch.bfloat16, torch.float16)
 #: Edges of a dense mask's tiles.
 _TILE = 128
 
@@ -107,15 +107,15 @@ class _Inputs:
         )
         ours, of_reference = dict(call.options), dict(call.options)
         if call.sink:
-            sink = torch.randn(heads, generator=generator)
-            ours["learnable_sink"] = of_reference["learnable_sink"] = sink
+            ours["learnable_sink"] = torch.randn(heads, generator=generator)
+            of_reference["learnable_sink"] = ours["learnable_sink"]
         if call.slopes:
             slopes = 2.0 ** -torch.arange(1, heads + 1)
             ours["score_mod"] = alibi(slopes)
             of_reference["score_mod"] = _alibi(slopes, of_k - of_q)
         if call.holes:
-            mask = _holes(of_q, of_k, generator)
-            ours["block_mask"], of_reference["mask"] = masks.from_dense(mask), mask
+            of_reference["mask"] = _holes(of_q, of_k, generator)
+            ours["block_mask"] = masks.from_dense(of_reference["mask"])
         return cls((q, k, v), dout, ours, of_reference)
 
 
@@ -152,45 +152,30 @@ def _gradients(case: Case, given: _Inputs) -> dict[str, torch.Tensor]:
     config = kernels_of(named(case.architecture)).config("backward")
     config = config() if case.call.stores_ds else config(ds_bytes=0)
     leaves = tuple(tensor.detach().requires_grad_() for tensor in given.tensors)
-    q, k, v = leaves
     options = given.ours | {"backward_config": config}
-    if len(case.call.lengths) == 1:
-        dense = flash_attn_func(q[None], k[None], v[None], **options)
-        assert isinstance(dense, torch.Tensor)
-        out = dense[0]
-    else:
-        packed = flash_attn_varlen_func(q, k, v, **_sequences(case.call), **options)
-        assert isinstance(packed, torch.Tensor)
-        out = packed
-    found = torch.autograd.grad(out, leaves, given.dout)
+    function: Callable[..., Any] = flash_attn_func
+    called, dout = tuple(leaf[None] for leaf in leaves), given.dout[None]
+    if len(case.call.lengths) > 1:
+        function, called, dout = flash_attn_varlen_func, leaves, given.dout
+        starts = (torch.tensor(starts, dtype=torch.int32) for starts in _starts(case.call))
+        longest = map(max, zip(*case.call.lengths, strict=True))
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        options |= dict(zip(names, (*starts, *longest), strict=True))
+    found = torch.autograd.grad(function(*called, **options), leaves, dout)
     return {name: gradient[None] for name, gradient in zip("qkv", found, strict=True)}
 
 
-def _starts(call: Call) -> tuple[list[int], list[int]]:
-    """Return each sequence's first query and first key, and the ends of the last one."""
-    of_q, of_k = (
-        [0, *itertools.accumulate(lengths)] for lengths in zip(*call.lengths, strict=True)
-    )
-    return of_q, of_k
-
-
-def _sequences(call: Call) -> dict[str, Any]:
-    """Return the arguments of a packed call that describe its sequences."""
-    of_q, of_k = (torch.tensor(starts, dtype=torch.int32) for starts in _starts(call))
-    longest_q, longest_k = (max(lengths) for lengths in zip(*call.lengths, strict=True))
-    return {
-        "cu_seqlens_q": of_q, "cu_seqlens_k": of_k,
-        "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
-    }  # fmt: skip
+def _starts(call: Call) -> list[list[int]]:
+    """Return each sequence's first query, and first key, and the ends of the last one."""
+    return [[0, *itertools.accumulate(lengths)] for lengths in zip(*call.lengths, strict=True)]
 
 
 def _expected(call: Call, given: _Inputs) -> reference.ExpectedGradients:
     """Compute the reference of each sequence by itself, put together: PyTorch's error is the
     largest of any."""
     parts = []
-    of_q, of_k = (list(itertools.pairwise(starts)) for starts in _starts(call))
     q, k, v = given.tensors
-    for of_sequence in zip(of_q, of_k, strict=True):
+    for of_sequence in zip(*map(itertools.pairwise, _starts(call)), strict=True):
         rows, keys = (slice(*ends) for ends in of_sequence)
         own = (q[None, rows], k[None, keys], v[None, keys])
         parts.append(
@@ -215,7 +200,7 @@ def _check_kernels(call: Call) -> None:
 
 
 def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[GradientAccuracy]:
-    """Yield what is found of every case, on `jobs` processes."""
+    """Yield the errors of every case, on `jobs` processes."""
     return stream(measure, list(cases), jobs, one_simulator_thread)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.measure.providers import Inputs, Pages
+from bench.measure.providers import Inputs
 from bench.suite import Case
 from fa4_hd256 import (
     flash_attn_func,
@@ -100,34 +100,23 @@ def inputs_of(case: HostCase, device: torch.device) -> Inputs:
 
 
 def our_call(case: HostCase, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Return a function that runs the forward, and does nothing else on the host."""
+    """Return a function that runs the forward, and does nothing else on the host. Over pages the
+    last rows of each sequence are written again if the case appends."""
     options: dict[str, Any] = {"causal": case.causal, "num_splits": case.num_splits}
-    if inputs.pages is not None:
-        return _paged_call(case, inputs, inputs.pages, options)
     function: Callable[..., Any] = flash_attn_func
+    given: tuple[torch.Tensor, ...] = inputs.leaves
     if inputs.cu_seqlens is not None:
-        function = flash_attn_varlen_func
-        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu_seqlens, strict=True))
-        options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-    leaves = inputs.leaves
-    return lambda: function(*leaves, **options)
-
-
-def _paged_call(
-    case: HostCase, inputs: Inputs, cache: Pages, options: dict[str, Any]
-) -> Callable[[], torch.Tensor]:
-    """Return a call over pages; the last rows of each sequence are written again if it appends."""
-    rows, function = case.seqlen_q, flash_attn_with_kvcache
-    given: tuple[torch.Tensor, ...] = (inputs.q, cache.k, cache.v)
-    options |= {"cache_seqlens": cache.lengths, "page_table": cache.table}
-    if case.appends:
-        given += tuple(tensor[:, -rows:].clone() for tensor in (inputs.k, inputs.v))
-        options["cache_seqlens"] = cache.lengths - rows
-    if case.rotates:
-        tables = torch.randn(2, case.seqlen_k, HEAD_DIM // 2, device=inputs.k.device)
-        options |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
-    called: Callable[..., Any] = function
-    return lambda: called(*given, **options)
+        function, options = flash_attn_varlen_func, options | inputs.sequences
+    if (pages := inputs.pages) is not None:
+        function, given = flash_attn_with_kvcache, (inputs.q, pages.k, pages.v)
+        options |= {"cache_seqlens": pages.lengths, "page_table": pages.table}
+        if case.appends:
+            given += tuple(t[:, -case.seqlen_q :].clone() for t in (inputs.k, inputs.v))
+            options["cache_seqlens"] = pages.lengths - case.seqlen_q
+        if case.rotates:
+            tables = torch.randn(2, case.seqlen_k, HEAD_DIM // 2, device=inputs.k.device)
+            options |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
+    return lambda: function(*given, **options)
 
 
 class Times(NamedTuple):

@@ -109,43 +109,42 @@ def batch_of(step: int, shape: Shape) -> torch.Tensor:
     return torch.cat([first, first], dim=1)[:, : shape.seqlen + 1]
 
 
+def in_bf16(attention: Attention) -> Attention:
+    """Return an attention of operands in bf16, with its result in float32."""
+
+    def rounded(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        return attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), window).float()
+
+    return rounded
+
+
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Run this project's operator in bf16."""
+    """Run this project's operator."""
     from fa4_hd256 import flash_attn_func
 
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     out = flash_attn_func(q, k, v, causal=True, window_size=(window, None))
     assert isinstance(out, torch.Tensor)
-    return out.float()
+    return out
 
 
 def flash_attention_4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """The public flash-attn-4 in bf16."""
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    """Run the public flash-attn-4."""
     sides = (None, None) if window is None else (window, 0)
-    return flash_attn_4.attention(q, k, v, causal=True, window_size=sides).float()
-
-
-def sdpa_bf16(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """PyTorch's of operands in bf16: what rounding them costs, whoever computes."""
-    return sdpa_float32(q.bfloat16(), k.bfloat16(), v.bfloat16(), window).float()
+    return flash_attn_4.attention(q, k, v, causal=True, window_size=sides)
 
 
 def sdpa_float32(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """PyTorch's, in the type of the operands."""
+    """Run PyTorch's, in the type of the operands."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    if window is None:
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        mask = _seen(q.shape[2], window, q.device)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    mask = None if window is None else _seen(q.shape[2], window, q.device)
+    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
     return out.transpose(1, 2)
 
 
@@ -179,7 +178,7 @@ def _to_bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """PyTorch's products in float32, rounded where a kernel in bf16 rounds."""
+    """Run PyTorch's GEMMs in float32, rounded where a kernel in bf16 rounds."""
     q, k, v = (_to_bf16(t).transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     mask = _seen(q.shape[2], window, q.device)
@@ -211,9 +210,10 @@ def back_ends(shape: Shape, device: torch.device) -> str:
 
 IMPLEMENTATIONS: dict[str, Attention] = {
     "SDPA float32": sdpa_float32,
-    "ours": ours,
-    flash_attn_4.PACKAGE: flash_attention_4,
-    "SDPA bf16": sdpa_bf16,
+    "ours": in_bf16(ours),
+    flash_attn_4.PACKAGE: in_bf16(flash_attention_4),
+    # What rounding operands costs, whoever computes.
+    "SDPA bf16": in_bf16(sdpa_float32),
     "float32, rounded as kernels do": rounded,
 }
 

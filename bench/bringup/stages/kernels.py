@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bench.bringup.outcome import Outcome, Target
@@ -19,14 +20,6 @@ from fa4_hd256.gpus.family import describe_family, of_capability
 
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
 LSE_TOLERANCE = 1e-3
-SMALLEST = (
-    "forward",
-    "forward_combine",
-    "backward_preprocess",
-    "backward_dkdv",
-    "backward_dq",
-    "backward_products",
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,6 @@ _WINDOWED = ((257, 255), (600, 1100))
 #: Longer ones, for a GPU alone: many tiles per CTA pair.
 _LONG = ((2048, 2048), (4096, 4096))
 
-
 #: (queries, keys) of the sequences of a packed call: rests of tiles, whole ones, one row, none.
 _PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
 
@@ -62,32 +54,28 @@ _PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
 _UNSEEING = (70, 1, 300)
 
 
-def _ladder() -> dict[str, Call]:
-    found: dict[str, Call] = {}
-    for (lengths, (mask, options)), use_clc in itertools.product(
-        (
-            *itertools.product(_LENGTHS, _MASKS.items()),
-            *itertools.product(_WINDOWED, _WINDOWS.items()),
-        ),
-        (False, True),
-    ):
-        scheduler = "clc" if use_clc else "static"
-        found[f"{mask} {lengths[0]}x{lengths[1]} {scheduler}"] = Call(
-            lengths, options=options, use_clc=use_clc
-        )
-    found["causal 300x300 float16"] = Call((300, 300), options={"causal": True}, dtype="float16")
-    found["causal 300x300 heads 8 of 1"] = Call((300, 300), (8, 1), {"causal": True})
-    found["full 300x300 softcap"] = Call((300, 300), options={"softcap": 20.0})
-    found["full 140x300 batch 3"] = Call((140, 300), batch=3)
-    return found
-
-
-def _long() -> dict[str, Call]:
+def _under_masks(
+    lengths: Iterable[tuple[int, int]], masks: dict[str, dict[str, Any]]
+) -> dict[str, Call]:
+    """Return calls of these lengths and masks under both schedulers."""
     return {
-        f"{mask} {lengths[0]}x{lengths[1]} {'clc' if use_clc else 'static'}": Call(
-            lengths, options=_MASKS[mask], use_clc=use_clc
+        f"{mask} {n[0]}x{n[1]} {scheduler}": Call(n, options=options, use_clc=scheduler == "clc")
+        for n, (mask, options), scheduler in itertools.product(
+            lengths, masks.items(), ("static", "clc")
         )
-        for lengths, mask, use_clc in itertools.product(_LONG, _MASKS, (False, True))
+    }
+
+
+def _ladder(long: bool) -> dict[str, Call]:
+    """Return the calls by name. long: with those for a GPU alone."""
+    return {
+        **_under_masks(_LENGTHS, _MASKS),
+        **_under_masks(_WINDOWED, _WINDOWS),
+        "causal 300x300 float16": Call((300, 300), options={"causal": True}, dtype="float16"),
+        "causal 300x300 heads 8 of 1": Call((300, 300), (8, 1), {"causal": True}),
+        "full 300x300 softcap": Call((300, 300), options={"softcap": 20.0}),
+        "full 140x300 batch 3": Call((140, 300), batch=3),
+        **(_under_masks(_LONG, _MASKS) if long else {}),
     }
 
 
@@ -106,11 +94,8 @@ def missing(target: Target) -> str:
         kernels_of(architecture).backward_set()
     except NotImplementedError as error:
         return str(error)
-    return _torch_missing() if target.is_gpu else ""
-
-
-def _torch_missing() -> str:
-    """Return why PyTorch cannot put tensors on the GPU, or ""."""
+    if not target.is_gpu:
+        return ""
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed (pip install torch), and it holds the tensors"
     import torch
@@ -121,28 +106,29 @@ def _torch_missing() -> str:
 
 
 def items(target: Target) -> list[str]:
-    """The smallest shapes, then the ladder of forward and backward."""
-    calls = [*_ladder(), *(_long() if target.is_gpu else ())]
-    packed = ("packed causal", "packed without keys")
-    calls += [f"{name} {scheduler}" for name in packed for scheduler in ("static", "clc")]
+    """List the smallest shapes, then the ladder of forward and backward."""
+    packed = itertools.product(("packed causal", "packed without keys"), ("static", "clc"))
+    calls = [*_ladder(long=target.is_gpu), *map(" ".join, packed)]
     ladder = [f"{which} {call}" for call in calls for which in ("forward", "backward")]
     return [*(f"smallest {kernel}" for kernel in SMALLEST), *ladder]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
-    """One kernel, or one call."""
+    """Run one kernel, or one call."""
     kind, _, name = item.partition(" ")
+    is_backward, use_clc = kind == "backward", name.endswith("clc")
     if kind == "smallest":
-        return _smallest(name, target, note)
+        note(f"{name}, one tile")
+        return SMALLEST[name](target)
     if name.startswith("packed without keys"):
         note(f"{kind}, {_UNSEEING} queries of sequences without keys")
-        return _without_keys(kind == "backward", name.endswith("clc"), target)
+        return _without_keys(is_backward, use_clc, target)
     if name.startswith("packed"):
         note(f"{kind}, sequences of {_PACKED}")
-        return _packed(kind == "backward", name.endswith("clc"), target)
-    call = {**_ladder(), **_long()}[name]
+        return _packed(is_backward, use_clc, target)
+    call = _ladder(long=True)[name]
     note(f"{kind} {call}")
-    return _forward(call, target) if kind == "forward" else _backward(call, target, {})
+    return _backward(call, target) if is_backward else _forward(call, target)
 
 
 def tensors(call: Call, device: str) -> tuple[Any, ...]:
@@ -168,20 +154,19 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
     )
     found = reference.compare(out, lse, (q, k, v), **call.options)
     right = found.max_error <= found.tolerance and found.lse_max_error <= LSE_TOLERANCE
-    values = {
-        "error": found.max_error,
-        "tolerance": found.tolerance,
-        "lse error": found.lse_max_error,
-    }
-    text = (
-        f"largest error {found.max_error:.2e} of {found.tolerance:.2e}, LSE "
-        f"{found.lse_max_error:.1e}"
-    )
-    return Outcome("passed" if right else "failed", text, _finite(values))
+    values = found.max_error, found.tolerance, found.lse_max_error
+    text = "largest error {:.2e} of {:.2e}, LSE {:.1e}".format(*values)
+    return _judged(right, text, dict(zip(("error", "tolerance", "lse error"), values, strict=True)))
 
 
-def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
-    """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
+def _judged(right: bool, text: str, values: dict[str, float]) -> Outcome:
+    """Return the outcome; JSON knows no infinity."""
+    finite = {name: v if math.isfinite(v) else str(v) for name, v in values.items()}
+    return Outcome("passed" if right else "failed", text, finite)
+
+
+def _backward(call: Call, target: Target, **wanted: bool) -> Outcome:
+    """Check gradients made of the reference's out and lse. wanted: fields of `backward.Wanted`."""
     from fa4_hd256.call.backward_problem import BackwardProblem
     from fa4_hd256.call.operator_arguments import BackwardTensors
     from fa4_hd256.call.options import Options
@@ -205,7 +190,7 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     right = all(c.max_error <= c.tolerance for c in compared.values())
     text = ", ".join(f"d{n} {c.max_error:.2e} of {c.tolerance:.2e}" for n, c in compared.items())
     values = {f"d{n} error": c.max_error for n, c in compared.items()}
-    return Outcome("passed" if right else "failed", text, _finite(values))
+    return _judged(right, text, values)
 
 
 def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
@@ -226,26 +211,20 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
         if a == b:
             continue
         one = tuple(t[None] for t in (q[a:b], k[c:d], v[c:d]))
+        found: list[Any]
         if is_backward:
             parts = {n: g[i:j][None] for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
-            found: list[Any] = list(
-                reference.compare_gradients(parts, one, dout[a:b][None], causal=True).values()
-            )
+            compared = reference.compare_gradients(parts, one, dout[a:b][None], causal=True)
+            found = [*compared.values()]
         else:
-            found = [
-                reference.compare(
-                    out[a:b][None].detach(), lse[None, :, a:b].detach(), one, causal=True
-                )
-            ]
+            of_one = out[a:b][None].detach(), lse[None, :, a:b].detach()
+            found = [reference.compare(*of_one, one, causal=True)]
             right &= found[0].lse_max_error <= LSE_TOLERANCE
         right &= all(f.max_error <= f.tolerance for f in found)
         # One key alone leaves out = v, with no tolerance.
         worst = max([worst, *(f.max_error / f.tolerance for f in found if f.tolerance)])
-    return Outcome(
-        "passed" if right else "failed",
-        f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
-        _finite({"error over tolerance": worst}),
-    )
+    text = f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance"
+    return _judged(right, text, {"error over tolerance": worst})
 
 
 def _varlen(leaves: list[Any], ends: list[list[int]], use_clc: bool) -> tuple[Any, Any]:
@@ -280,31 +259,8 @@ def _without_keys(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     return Outcome("failed" if wrong else "passed", text, {"wrong": wrong})
 
 
-def _finite(values: dict[str, float]) -> dict[str, Any]:
-    """JSON knows no infinity."""
-    return {n: v if math.isfinite(v) else str(v) for n, v in values.items()}
-
-
-def _smallest(kernel: str, target: Target, note: Callable[[str], None]) -> Outcome:
-    """A kernel alone, as far as it can be: the gradients' kernels need the preprocess kernel."""
-    note(f"{kernel}, one tile")
-    one = Call((128, 128), (1, 1))
-    if kernel == "forward":
-        return _forward(one, target)
-    if kernel == "forward_combine":
-        return _forward(Call((128, 256), (1, 1)), target, num_splits=2)
-    if kernel == "backward_preprocess":
-        return _preprocess(one, target)
-    if kernel == "backward_dkdv":
-        return _backward(one, target, {"dq": False})
-    if kernel == "backward_dq":
-        return _backward(one, target, {"dkdv": False})
-    # dK and dQ as GEMMs of the dS that the kernel of dV stores.
-    return _backward(one, target, {})
-
-
 def _preprocess(call: Call, target: Target) -> Outcome:
-    """-LSE in base 2 and -rowsum(O dO) of every row."""
+    """Check -LSE in base 2 and -rowsum(O dO) of every row."""
     import torch
 
     from fa4_hd256.call.backward_problem import BackwardProblem
@@ -328,6 +284,17 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     # float32 sums of 256 products of magnitude up to 20.
     right = torch.allclose(got, wanted, rtol=1e-6, atol=1e-4)
     worst = (got - wanted).abs().nan_to_num(nan=math.inf).max().item()
-    return Outcome(
-        "passed" if right else "failed", f"largest error {worst:.1e}", _finite({"error": worst})
-    )
+    return _judged(right, f"largest error {worst:.1e}", {"error": worst})
+
+
+_ONE = Call((128, 128), (1, 1))
+#: Kernels alone, as far as they can be: the gradients' kernels need the preprocess kernel.
+SMALLEST: dict[str, Callable[[Target], Outcome]] = {
+    "forward": partial(_forward, _ONE),
+    "forward_combine": partial(_forward, Call((128, 256), (1, 1)), num_splits=2),
+    "backward_preprocess": partial(_preprocess, _ONE),
+    "backward_dkdv": partial(_backward, _ONE, dq=False),
+    "backward_dq": partial(_backward, _ONE, dkdv=False),
+    # dK and dQ as GEMMs of the dS that the kernel of dV stores.
+    "backward_products": partial(_backward, _ONE),
+}

@@ -41,21 +41,13 @@ _ATTRIBUTES = {
 
 
 def items(target: Target) -> list[str]:
-    asked = ["device", "nvidia-smi", "other processes"] if target.is_gpu else []
-    return [*asked, "host", "versions", "settings"]
+    return list(_FACTS)[0 if target.is_gpu else 3 :]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """One kind of facts; nothing here is judged."""
     note(item)
-    return {
-        "device": _device,
-        "nvidia-smi": _smi,
-        "other processes": _others,
-        "host": _host,
-        "versions": _versions,
-        "settings": _settings,
-    }[item]()
+    return _FACTS[item]()
 
 
 def find_target() -> Target:
@@ -153,3 +145,9 @@ def _settings() -> Outcome:
     names |= {name for name in os.environ if name.startswith(("CUDA_", "CUTE_DSL_", "NCCL_"))}
     values = {name: os.environ[name] for name in sorted(names) if name in os.environ}
     return Outcome("measured", ", ".join(f"{k}={v}" for k, v in values.items()) or "none", values)
+
+
+_FACTS = {
+    "device": _device, "nvidia-smi": _smi, "other processes": _others, "host": _host,
+    "versions": _versions, "settings": _settings,
+}  # fmt: skip

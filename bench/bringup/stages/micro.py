@@ -54,18 +54,9 @@ def _figure(micro: Micro, values: np.ndarray) -> Outcome:
     low, middle, high = (float(f"{x:.5g}") for x in np.percentile(values, (25, 50, 75)))
     sets = f"; sets {micro.constant}" if micro.constant else ""
     spread = f" ({low:g} to {high:g})" if low != high else ""
-    return Outcome(
-        "measured",
-        f"{middle:g} {micro.unit}{spread}: {micro.what}{sets}",
-        {
-            "value": middle,
-            "low": low,
-            "high": high,
-            "unit": micro.unit,
-            "constant": micro.constant,
-            "what": micro.what,
-        },
-    )
+    text = f"{middle:g} {micro.unit}{spread}: {micro.what}{sets}"
+    about = {name: getattr(micro, name) for name in ("unit", "constant", "what")}
+    return Outcome("measured", text, {"value": middle, "low": low, "high": high, **about})
 
 
 def _simulated(micro: Micro, note: Callable[[str], None]) -> Outcome:

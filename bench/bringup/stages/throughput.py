@@ -18,12 +18,9 @@ LIMIT = 1100
 #: Groups of bench's suite, with heads where a group is split; the tokens above which a case is left
 #: out of the first hour.
 GROUPS = (
-    *(f"dense {heads}" for heads in ("32/2", "16/2", "24/4", "16/16", "8/8")),
-    "varlen",
-    "window",
-    "few KV heads",
-    "unequal",
-)
+    *(f"dense {heads}" for heads in ("32/2", "16/2", "24/4", "16/16", "8/8")), "varlen", "window",
+    "few KV heads", "unequal",
+)  # fmt: skip
 _TOKENS = 32768
 
 
@@ -69,18 +66,11 @@ def selection(item: str) -> tuple[str, str, list[str]]:
 
 def judged(tables: list[dict]) -> Outcome:
     """Judge our rows of bench's table."""
-    rows = tables[0]["rows"]
-    broken = [
-        (row, row["details"]["ours"]["status"])
-        for row in rows
-        if row["details"]["ours"].get("failed")
-    ]
+    rows, values = tables[0]["rows"], {"tables": tables}
+    broken = [row for row in rows if row["details"]["ours"].get("failed")]
     if not broken:
-        return Outcome("measured", f"{len(rows)} rows", {"tables": tables})
-    row, status = broken[0]
-    return Outcome(
-        "failed",
-        f"{len(broken)} of {len(rows)} rows of ours, first {row['shape']} "
-        f"{row['heads']} {row['mask']}: {status}",
-        {"tables": tables},
-    )
+        return Outcome("measured", f"{len(rows)} rows", values)
+    row = broken[0]
+    first = f"{row['shape']} {row['heads']} {row['mask']}: {row['details']['ours']['status']}"
+    text = f"{len(broken)} of {len(rows)} rows of ours, first {first}"
+    return Outcome("failed", text, values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.measure import accuracy as measured
+from bench.commands import accuracy as measured
 from fa4_hd256.run import execute
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 

@@ -7,8 +7,8 @@ import torch
 from fake_timer import CountingTimer
 from in_torch import in_torch
 
-from bench.measure import gates
-from bench.measure.gates import PASSES
+from bench.commands import gate as gates
+from bench.commands.gate import PASSES
 from bench.measure.settings import Sampling
 from bench.suite import FORWARD, Case
 
