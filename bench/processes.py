@@ -83,7 +83,7 @@ class Child:
         self.log, self._heard = log, b""
         with open(log, "ab") as sink:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, bufsize=0,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -96,6 +96,7 @@ class Child:
         # Whether it still listens shows when it is heard.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
     def hear(self, limit: float | None = None) -> dict[str, Any] | None:
         """Return the next line; None for a process that has ended without one. Raises TimeoutError
@@ -124,7 +125,8 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         try:
             self._process.wait(self.KILL_LIMIT)
         except subprocess.TimeoutExpired:

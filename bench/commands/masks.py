@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench.measure.mask_providers import (
     FLEX,
     SDPA,
@@ -27,7 +25,7 @@ from bench.measure.masks import CASES, PACKED_CASES, MaskedCase
 from bench.measure.providers import Provider, attempt
 from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.settings import Sampling
-from bench.measure.throughput import measured_rows
+from bench.measure.throughput import measured_row
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer
 from bench.peers import flash_attn_4
@@ -98,7 +96,7 @@ def _row(
     sampling: Sampling,
 ) -> dict[str, Any]:  # fmt: skip
     chosen = [provider for provider in providers if provider.concerns(case)]
-    (row,) = measured_rows([(case, direction)], chosen, timer, sampling, torch.bfloat16)
+    row = measured_row((case, direction), chosen, timer, sampling)
     details, remarks = row["details"], [*_remarks(row["details"], chosen)]
     microseconds = None
     if isinstance(case, MaskedCase):

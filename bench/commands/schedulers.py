@@ -8,20 +8,18 @@ machine by either rule, with costs from replays of the compiled kernel.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench import suite
 from bench.measure.providers import Ours
 from bench.measure.settings import Sampling
-from bench.measure.throughput import measured_rows, times_of
+from bench.measure.throughput import measured_row, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
-from bench.suite import FORWARD, Case, equal, ragged_lengths
+from bench.suite import Case, equal, ragged_lengths
 from bench.tables.comparison import RESOLUTION
 from bench.tables.ready import ready
 from bench.tables.results import emit
@@ -79,24 +77,20 @@ class _ByVariable(Ours):
         self.environment = {VARIABLE: value}
 
 
-def measured(
-    cases: Iterable[Case], timer: CudaTimer, sampling: Sampling, direction: str = FORWARD
-) -> Iterator[dict[str, Any]]:
-    """Yield rows of both schedulers on the timer's GPU, results checked before."""
-    both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
-    for case in cases:
-        job = case, direction
-        (row,) = measured_rows([job], both, timer, sampling, torch.bfloat16)
-        times = times_of(case, row, (STATIC, CLC))
-        # The widest range: the slow runs of one against the fast ones of the other.
-        gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
-        yield {
-            **identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
-            "gain": float(gains[0]), "gain_low": float(gains.min()),
-            "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
-            "bound": None, "better": better(gains), "details": row["details"],
-            BASIS: row[BASIS], MACHINE: row[MACHINE],
-        }  # fmt: skip
+def measured(job: tuple[Case, str], timer: CudaTimer, sampling: Sampling) -> dict[str, Any]:
+    """Return the row of both schedulers on the timer's GPU, results checked before."""
+    case, direction = job
+    row = measured_row(job, [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")], timer, sampling)
+    times = times_of(case, row, (STATIC, CLC))
+    # The widest range: the slow runs of one against the fast ones of the other.
+    gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
+    return {
+        **identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+        "gain": float(gains[0]), "gain_low": float(gains.min()),
+        "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
+        "bound": None, "better": better(gains), "details": row["details"],
+        BASIS: row[BASIS], MACHINE: row[MACHINE],
+    }  # fmt: skip
 
 
 COLUMNS = (
@@ -130,9 +124,9 @@ def compared(
 def main(arguments: argparse.Namespace) -> int:
     if arguments.modelled or Ours().missing() is not None:
         return modelled("schedulers", arguments)
-    limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
+    limit, timer = TimeLimit(arguments.within), CudaTimer()
     sampling = Sampling(arguments.warmup, arguments.runs)
-    begun = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
-    rows = ready(begun, len(cases), COLUMNS, "measuring")
-    emit(limit.noted(table(rows)), arguments)
+    jobs = [(case, arguments.direction) for case in suite.selected(arguments, default_cases)]
+    begun = (measured(job, timer, sampling) for job in limit.begun(jobs))
+    emit(limit.noted(table(ready(begun, len(jobs), COLUMNS, "measuring"))), arguments)
     return 0

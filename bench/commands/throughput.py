@@ -17,7 +17,7 @@ import torch
 from bench import suite
 from bench.measure.providers import Ours, OursInBf16, Provider, default_providers
 from bench.measure.settings import Sampling
-from bench.measure.throughput import measured_rows
+from bench.measure.throughput import measured_row
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer
 from bench.modelled import modelled
@@ -160,13 +160,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measured(
-    job: tuple[Case, str],
-    providers: Sequence[Provider],
-    timer: CudaTimer,
-    sampling: Sampling,
+    job: tuple[Case, str], providers: Sequence[Provider], timer: CudaTimer, sampling: Sampling,
     dtype: torch.dtype,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the row of a case and direction; `failed`: ours was run and broke, or was wrong."""
-    (row,) = measured_rows([job], providers, timer, sampling, dtype)
+    row = measured_row(job, providers, timer, sampling, dtype)
     failed = bool(row["details"].get(OURS, {}).get("failed"))
     return row | times_of(row, *job, dtype) | {"l2": timer.l2, "failed": failed}

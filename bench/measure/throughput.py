@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,42 +53,40 @@ def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, C
     return call, check_forward(inputs, call())
 
 
-def measured_rows(
-    cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: CudaTimer,
-    sampling: Sampling, dtype: torch.dtype,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Check and time every (case, direction) on the timer's GPU; yield one row for each."""
-    missing = {provider: provider.missing() for provider in providers}
-    for case, direction in cases:
-        ready, details = _ready((case, direction), missing, timer, dtype)
-        found, failed = attempt(partial(interleave_prepared, timer, ready, sampling))
-        for provider in (one for one in providers if one.name in ready):
-            if failed:
-                details[provider.name] |= {"status": f"while timing: {failed}", "failed": True}
-            else:
-                flop = provider.computed(case).flop(direction)
-                details[provider.name] |= _figures(found[provider.name], flop, timer.gpu)
-        seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
-        row = comparison_row(case, direction, details, seconds)
-        # Graphs and their memory must be gone before the next case allocates its own.
-        del ready
-        gc.collect()
-        timer.release_memory()
-        yield row | {BASIS: "measured", MACHINE: timer.gpu.text}
+def measured_row(
+    job: tuple[Case, str], providers: Sequence[Provider], timer: CudaTimer, sampling: Sampling,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """Check and time a (case, direction) on the timer's GPU; return its row."""
+    case, direction = job
+    ready, details = _ready(job, providers, timer, dtype)
+    found, failed = attempt(partial(interleave_prepared, timer, ready, sampling))
+    for provider in (one for one in providers if one.name in ready):
+        if failed:
+            details[provider.name] |= {"status": f"while timing: {failed}", "failed": True}
+        else:
+            flop = provider.computed(case).flop(direction)
+            details[provider.name] |= _figures(found[provider.name], flop, timer.gpu)
+    seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
+    # Graphs and their memory must be gone before the next case allocates its own.
+    del ready
+    gc.collect()
+    timer.release_memory()
+    origin = {BASIS: "measured", MACHINE: timer.gpu.text}
+    return comparison_row(case, direction, details, seconds) | origin
 
 
 def _ready(
-    job: tuple[Case, str], missing: Mapping[Provider, str | None], timer: CudaTimer,
-    dtype: torch.dtype,
+    job: tuple[Case, str], providers: Sequence[Provider], timer: CudaTimer, dtype: torch.dtype
 ) -> tuple[dict[str, Prepared], dict[str, dict[str, Any]]]:  # fmt: skip
     """Return (what `CudaTimer.prepare` made of the providers whose results are right, what is known
-    of each provider). missing: why a provider cannot run here at all."""
+    of each provider)."""
     case, direction = job
     inputs: Inputs | None = None
     ready: dict[str, Prepared] = {}
     details: dict[str, dict[str, Any]] = {}
-    for provider, reason in missing.items():
-        if reason := reason or provider.refuses(case, direction):
+    for provider in providers:
+        if reason := provider.missing() or provider.refuses(case, direction):
             details[provider.name] = {"status": reason}
             continue
         inputs = inputs or Inputs.random(case, timer.device, dtype)

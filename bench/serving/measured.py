@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -177,12 +178,14 @@ class Bench:
                 order = self.engine.arguments(model, name, mode, self.load, cache)
                 child.tell(**order | (self.replaced or {}))
                 started[name] = child
-            for name, child in [*started.items()]:
-                with _noted(started, found, name):
-                    answer = child.hear()
-                    if answer["backends"] != [name]:
-                        raise Failed(f"layers have the backends {answer['backends']}")
-                    found[name] |= {"start": answer["seconds"], "first": answer["readied"]}
+
+            def ready(name: str, child: Served) -> None:
+                answer = child.hear()
+                if answer["backends"] != [name]:
+                    raise Failed(f"layers have the backends {answer['backends']}")
+                found[name] |= {"start": answer["seconds"], "first": answer["readied"]}
+
+            _every(started, found, ready)
             yield started
 
     def _measured(
@@ -192,37 +195,37 @@ class Bench:
         load, answers = self.load, dict[str, tuple[Generated, Scored]]()
         prompts = load.prompts(self.size.vocabulary)
         compared, texts = load.compared.prompts(self.size.vocabulary), list[list[int]]()
-        for name, child in [*children.items()]:
-            with _noted(children, found, name):
-                warm = [child.ask(do="time", texts=prompts, tokens=n) for n in (1, load.tokens)]
-                warm.append(child.ask(do="decode", texts=compared, tokens=load.tokens))
-                found[name]["first"] += sum(one["readied"] for one in warm)
-                # The first backend's texts, or where it fails the next one's.
-                texts = texts or [
-                    text + tokens for text, tokens in zip(compared, warm[2]["tokens"], strict=True)
-                ]
-                child.ask(do="score", texts=texts)
-                found[name] |= {"later": 0, "seconds": [], "steps": []}
+        every = partial(_every, children, found)
+
+        def warm(name: str, child: Served) -> None:
+            said = [child.ask(do="time", texts=prompts, tokens=n) for n in (1, load.tokens)]
+            said.append(child.ask(do="decode", texts=compared, tokens=load.tokens))
+            found[name]["first"] += sum(one["readied"] for one in said)
+            # The first backend's texts, or where it fails the next one's.
+            answered = zip(compared, said[2]["tokens"], strict=True)
+            texts.extend([] if texts else [text + tokens for text, tokens in answered])
+            child.ask(do="score", texts=texts)
+            found[name] |= {"later": 0, "seconds": [], "steps": []}
+
+        def profile(name: str, child: Served) -> None:
+            kernels = child.ask(do="profile", texts=prompts, tokens=load.tokens)["kernels"]
+            found[name] |= {"kernels": kernels, "gpu": sum(kernels.values()) / 1e3 or None}
+
+        def answer(suffix: str, name: str, child: Served) -> None:
+            generated = child.ask(do="decode", texts=compared, tokens=load.tokens)
+            scored = child.ask(do="score", texts=texts)
+            found[name]["later"] += generated["readied"] + scored["readied"]
+            answers[name + suffix] = (
+                Generated(generated["tokens"], generated["logprobs"]),
+                Scored(scored["logprobs"], scored["best"]),
+            )
+
+        every(warm)
         for number in range(load.rounds):
-            names = [*children]
-            first = number % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                with _noted(children, found, name):
-                    self._round(children[name], found[name], prompts)
-        for name, child in [*children.items()]:
-            with _noted(children, found, name):
-                kernels = child.ask(do="profile", texts=prompts, tokens=load.tokens)["kernels"]
-                found[name] |= {"kernels": kernels, "gpu": sum(kernels.values()) / 1e3 or None}
+            every(lambda name, child: self._round(child, found[name], prompts), first=number)
+        every(profile)
         for suffix in ("", AGAIN):
-            for name, child in [*children.items()]:
-                with _noted(children, found, name):
-                    generated = child.ask(do="decode", texts=compared, tokens=load.tokens)
-                    scored = child.ask(do="score", texts=texts)
-                    found[name]["later"] += generated["readied"] + scored["readied"]
-                    answers[name + suffix] = (
-                        Generated(generated["tokens"], generated["logprobs"]),
-                        Scored(scored["logprobs"], scored["best"]),
-                    )
+            every(partial(answer, suffix))
         return answers
 
     def _round(self, child: Served, found: dict[str, Any], prompts: list[list[int]]) -> None:
@@ -235,16 +238,20 @@ class Bench:
         found["later"] += first["readied"] + every["readied"]
 
 
-@contextmanager
-def _noted(
-    children: dict[str, Served], found: dict[str, dict[str, Any]], name: str
-) -> Iterator[None]:
-    """Give the row of an engine that fails its reason, and go on without it."""
-    try:
-        yield
-    except Failed as error:
-        found[name]["status"] = str(error)
-        children.pop(name)
+def _every(
+    children: dict[str, Served], found: dict[str, dict[str, Any]],
+    act: Callable[[str, Served], None], first: int = 0,
+) -> None:  # fmt: skip
+    """Act on every engine, beginning with that number. The row of one that fails gets its reason,
+    and all goes on without it."""
+    names = [*children]
+    first %= max(1, len(names))
+    for name in names[first:] + names[:first]:
+        try:
+            act(name, children[name])
+        except Failed as error:
+            found[name]["status"] = str(error)
+            children.pop(name)
 
 
 def _agreements(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,15 @@ class Standing:
     of the model's constants, or rounds of an interleaved measurement.
 
     peer: the one with the least time on average. ratio: median of the fastest peer's time over
-    ours; low, high: where a tenth of the samples lie below and above. probability: that ours is
-    faster than every peer. gain: by how much on average (geometric mean).
+    ours; ratio_low, ratio_high: where a tenth of the samples lie below and above. probability: that
+    ours is faster than every peer. gain: by how much on average (geometric mean). Tables have
+    columns of these names.
     """
 
     peer: str
     ratio: float
-    low: float
-    high: float
+    ratio_low: float
+    ratio_high: float
     probability: float
     gain: float
 
@@ -61,18 +62,14 @@ def standing(seconds: Mapping[str, np.ndarray], error: float = 0.0) -> Standing 
     best = min(peers, key=lambda name: float(np.log(peers[name]).mean()))
     logs = np.log(np.min(list(peers.values()), axis=0) / seconds[OURS])
     low, middle, high = np.exp(np.quantile(logs, (0.1, 0.5, 0.9)))
-    ahead = [_ahead(float(one), error) for one in logs]
+    if error:
+        ahead = [0.5 * (1 + math.erf(one / error / math.sqrt(2))) for one in logs]
+    else:
+        ahead = (1 + np.sign(logs)) / 2
     return Standing(
         best, float(middle), float(low), float(high), float(np.mean(ahead)),
         math.expm1(float(logs.mean())),
     )  # fmt: skip
-
-
-def _ahead(log_ratio: float, error: float) -> float:
-    """Probability that a ratio is above 1, given its logarithm and the error of that."""
-    if error:
-        return 0.5 * (1 + math.erf(log_ratio / error / math.sqrt(2)))
-    return (1 + math.copysign(1, log_ratio)) / 2 if log_ratio else 0.5
 
 
 def verdict(found: Standing | None) -> str | None:
@@ -91,7 +88,7 @@ def comparison_row(
     seconds: Mapping[str, np.ndarray],
     error: float = 0.0,
 ) -> dict[str, Any]:
-    """A row of the table: TFLOPS under each provider's name, everything else in `details`. seconds,
+    """Return a row of the table: TFLOPS under each provider's name, all else in `details`. seconds,
     error: see `standing`."""
     ours, found = details.get(OURS, {}), standing(seconds, error)
     return {
@@ -105,12 +102,8 @@ def comparison_row(
 
 
 def standing_figures(found: Standing | None) -> dict[str, Any]:
-    """The figures of a standing by the names that tables have for them."""
-    names = ("peer", "ratio", "ratio_low", "ratio_high", "probability", "gain")
-    if found is None:
-        return dict.fromkeys(names)
-    figures = found.peer, found.ratio, found.low, found.high, found.probability, found.gain
-    return dict(zip(names, figures, strict=True))
+    """Return the figures of a standing by the names that tables have for them."""
+    return asdict(found) if found else dict.fromkeys(f.name for f in fields(Standing))
 
 
 def _range(found: dict[str, Any]) -> str | None:

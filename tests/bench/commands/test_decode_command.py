@@ -52,15 +52,15 @@ def test_rates_of_a_case(monkeypatch):
     """`rates` has every provider, with its reason where it does not run."""
     seconds = np.array([1e-3])
 
-    def measured_rows(jobs, providers, timer, sampling, dtype):
-        ((case, direction),) = jobs
+    def measured_row(job, providers, timer, sampling, dtype):
+        case, direction = job
         details = {one.name: {"status": "no GPU"} for one in providers}
         details["ours"] = {"status": "ok", "median_ms": 1.0, "tflops": 2.0, "tflops_low": 1.0,
                            "tflops_high": 3.0}  # fmt: skip
         row = throughput.comparison_row(case, direction, details, {"ours": seconds})
-        yield row | {"basis": "measured", "machine": "a GPU"}
+        return row | {"basis": "measured", "machine": "a GPU"}
 
-    monkeypatch.setattr(decode.throughput, "measured_rows", measured_rows)
+    monkeypatch.setattr(decode.throughput, "measured_row", measured_row)
     timer = CountingTimer()
     timer.l2 = "cold"
     part = decode.PARTS["rates"]

@@ -42,7 +42,7 @@ def test_measured_by_the_environment_variable(direction, monkeypatch):
     monkeypatch.setattr(schedulers.Ours, "call", call)
     monkeypatch.setattr(schedulers.Ours, "missing", lambda self: None)
     case = Case("dense", ((64, 64),), 2, 1, False)
-    (row,) = schedulers.measured([case], FakeTimer(), schedulers.Sampling(0, 2), direction)
+    row = schedulers.measured((case, direction), FakeTimer(), schedulers.Sampling(0, 2))
     assert set(seen) == {"0", "1"} and os.environ["FA_CLC"] == "1"
     assert row["direction"] == direction
     assert row["basis"] == "measured" and row["better"] == "not ranked"

@@ -50,7 +50,7 @@ def test_runs_take_turns():
 def test_measured_rows_hold_rates_and_reasons():
     shown = [Reference("ours"), Reference("wrong", 0.5), Reference("PyTorch math")]
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
-    rows = list(measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16))
+    rows = [measured.measured_row(job, shown, FakeTimer(), Sampling(1, 3)) for job in jobs]
     forward, backward, packed = rows
     assert (forward["basis"], forward["machine"]) == ("measured", "a GPU, driver 1.0")
     assert forward["clock_mhz"] == 2000
@@ -99,9 +99,7 @@ def test_an_error_of_one_provider_ends_nothing():
     timer = Timer()
     timer.prepared = []
     shown = [Broken("ours"), Reference("first"), Reference("second"), Reference("third")]
-    (row,) = measured.measured_rows(
-        [(DENSE, FORWARD)], shown, timer, Sampling(0, 2), torch.bfloat16
-    )
+    row = measured.measured_row((DENSE, FORWARD), shown, timer, Sampling(0, 2))
     found = row["details"]
     assert found["ours"] == {"status": "LibraryError: no such instruction", "failed": True}
     assert found["second"]["status"] == "LibraryError: no memory for the graph"
