@@ -5,7 +5,6 @@
 | stages | the table of stages, in order; a module for each: `items`, `missing`, `run` |
 | outcome | what a step ended in, and what it runs on |
 | runner, child | processes, limits, restart; the process of one or more steps |
-| command | what the command does |
 | report | the report as text and JSON; its figures as a machine of the timing model |
 
 A stage's module is imported in its child process only; the runner needs the standard library.

@@ -17,7 +17,7 @@ import torch
 
 from bench import suite
 from bench.commands import throughput
-from bench.decode import caches, new_rows
+from bench.measure import caches, new_rows
 from bench.measure.providers import Ours
 from bench.measure.settings import COLD, L2_CONTENTS, WARM, Sampling
 from bench.measure.time_limit import TimeLimit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,4 @@ ENGINE = Engine(
 )  # fmt: skip
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Exit status 1 if a backend was not measured. Raises ValueError without a
-    GPU, or without vLLM."""
-    return run(ENGINE, arguments)
+main = partial(run, ENGINE)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.commands.decode import PARTS, RATES_TITLE, chosen
-from bench.decode.caches import BF16, BYTES, E4M3, NVFP4, CacheCase, page_cases
+from bench.measure.caches import BF16, BYTES, E4M3, NVFP4, CacheCase, page_cases
 from bench.options import DECODE_PROVIDERS
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS

@@ -77,8 +77,7 @@ _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/compat", "fa4_hd256/integrations", "sm1
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Packages of bench and of the lab, from the lowest.
 _BENCH = ("bench/suite", "bench/processes", "bench/peers", "bench/tables", "bench/measure",
-          "bench/decode", "bench/serving", "bench/bringup", "bench/options",
-          "bench/modelled")  # fmt: skip
+          "bench/serving", "bench/bringup", "bench/options", "bench/modelled")  # fmt: skip
 _LAB = ("lab/paths", "lab/published", "lab/measure", "lab/whole", "lab/model", "lab/tables",
         "lab/validation")  # fmt: skip
 
@@ -134,7 +133,6 @@ PACKAGES = {
     "bench/peers": ("bench/suite", *_CHECK),
     "bench/tables": (*_BENCH[:3], *_KNOWN),
     "bench/measure": (*_BENCH[:4], *_KNOWN),
-    "bench/decode": (*_BENCH[:5], *_KNOWN),
     "bench/serving": (*_BENCH[:5], *_KNOWN),
     "bench/bringup": (*_BENCH[:5], *_KNOWN),
     "bench/modelled": (),

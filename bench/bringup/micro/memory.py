@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from .table import Micro
-from .timed import Timed, init_barriers, timed, wait
+from .timed import COPY, SHARED, Timed, init_barriers, timed, wait
 
-_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-_SHARED = 200 << 10
 #: Larger than any L2; a launch begins where the one before has not been.
 _FAR = 1 << 30
 _COLD_STRIDE = 1 << 20
@@ -18,17 +16,17 @@ _AROUND_LOAD, _KIB = 70.0, 16.0
 def _load(nbytes: int) -> Timed:
     """One block from L2 and the wait for it."""
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {nbytes};
-@%first {_COPY} [%pool], [%buf], {nbytes}, [%bar];
+@%first {COPY} [%pool], [%buf], {nbytes}, [%bar];
 {wait("WAITING")}xor.b32 %parity, %parity, 1;"""
     return timed(
-        f"a bulk load of {nbytes} bytes from L2", body, setup=init_barriers(), shared=_SHARED
+        f"a bulk load of {nbytes} bytes from L2", body, setup=init_barriers(), shared=SHARED
     )
 
 
 def _cold_load() -> Timed:
     """1 KiB that no launch before has touched, 32 times."""
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 1024;
-@%first {_COPY} [%pool], [%far], 1024, [%bar];
+@%first {COPY} [%pool], [%far], 1024, [%bar];
 add.u64 %far, %far, {_COLD_STRIDE};
 {wait("WAITING")}xor.b32 %parity, %parity, 1;"""
     # A turn's 32 blocks lie 1 MiB apart, those of the next one 4 KiB further.
@@ -38,7 +36,7 @@ add.u64 %far, %far, {_COLD_STRIDE};
         body,
         setup=setup,
         rounds=32,
-        shared=_SHARED,
+        shared=SHARED,
         buffer=_FAR,
     )
 
@@ -46,12 +44,12 @@ add.u64 %far, %far, {_COLD_STRIDE};
 def _many_loads(count: int) -> Timed:
     """`count` copies of 128 bytes, one after the other, and one wait."""
     copies = "".join(
-        f"@%first {_COPY} [%pool+{128 * i}], [%buf+{128 * i}], 128, [%bar];\n" for i in range(count)
+        f"@%first {COPY} [%pool+{128 * i}], [%buf+{128 * i}], 128, [%bar];\n" for i in range(count)
     )
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {128 * count};
 {copies}{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
     return timed(
-        f"{count} bulk loads of 128 bytes", body, setup=init_barriers(), shared=_SHARED, rounds=8
+        f"{count} bulk loads of 128 bytes", body, setup=init_barriers(), shared=SHARED, rounds=8
     )
 
 
@@ -63,7 +61,7 @@ cp.async.bulk.commit_group;
 cp.async.bulk.wait_group{read} 0;
 PAST:"""
     name = f"a bulk store of {nbytes} bytes and wait_group{read}"
-    return timed(name, body, setup=init_barriers(), shared=_SHARED)
+    return timed(name, body, setup=init_barriers(), shared=SHARED)
 
 
 def _chase(cold: bool) -> Timed:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from .table import Micro
-from .timed import Timed, init_barriers, timed, wait
+from .timed import COPY, SHARED, Timed, init_barriers, timed, wait
 
-_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-_SHARED = 200 << 10
 _BLOCK, _BLOCKS, _ROUNDS = 32 << 10, 4, 96
 
 
@@ -14,8 +12,7 @@ def _stream(sms: int, moves: bool) -> Timed:
     """Each SM keeps 128 KiB on the way: new ones all the time, or always the same ones."""
     step = _BLOCK * _BLOCKS
     copies = "".join(
-        f"@%first {_COPY} [%pool+{_BLOCK * i}], [%d{i}], {_BLOCK}, [%bar];\n"
-        for i in range(_BLOCKS)
+        f"@%first {COPY} [%pool+{_BLOCK * i}], [%d{i}], {_BLOCK}, [%bar];\n" for i in range(_BLOCKS)
     )
     advance = "".join(f"add.u64 %d{i}, %d{i}, {step};\n" for i in range(_BLOCKS)) if moves else ""
     body = (
@@ -34,7 +31,7 @@ def _stream(sms: int, moves: bool) -> Timed:
         setup=setup,
         rounds=_ROUNDS,
         grid=sms,
-        shared=_SHARED,
+        shared=SHARED,
         buffer=own * sms,
     )
 
@@ -66,8 +63,8 @@ def table(sms: int, sets_clock: bool) -> tuple[Micro, ...]:
     """All of this module, for a GPU of so many SMs. sets_clock: no figure of tensor cores does."""
     total = _BLOCK * _BLOCKS * _ROUNDS * sms
     waves = 200
-    one = _nothing(sms, _SHARED, "a wave of empty CTAs")
-    more = _nothing(sms * (waves + 1), _SHARED, f"{waves + 1} waves of empty CTAs")
+    one = _nothing(sms, SHARED, "a wave of empty CTAs")
+    more = _nothing(sms * (waves + 1), SHARED, f"{waves + 1} waves of empty CTAs")
     return (
         Micro("L2 rate", "TB/s", (_stream(sms, False),), lambda s: total / s / 1e12,
               "l2_terabytes", "bulk loads of all SMs, hits in L2", seconds=True),
@@ -76,7 +73,7 @@ def table(sms: int, sets_clock: bool) -> tuple[Micro, ...]:
         Micro("launch", "microseconds", (_nothing(1, 0, "one empty CTA"),), lambda s: s * 1e6,
               "launch_us", "each further empty kernel of a CUDA graph", seconds=True),
         Micro("CTA reuse", "microseconds", (one, more), lambda a, b: (b - a) / waves * 1e6, "",
-              f"each further wave of empty CTAs of {_SHARED >> 10} KiB", seconds=True),
+              f"each further wave of empty CTAs of {SHARED >> 10} KiB", seconds=True),
         Micro("SM clock under load", "GHz", (_busy(800000, sms),), lambda s: s,
               "clock_ghz" if sets_clock else "",
               "clocks of a kernel of some fifty milliseconds over its seconds", seconds=True),

@@ -12,6 +12,9 @@ from typing import Any
 ENTRY = "timed"
 #: Results a launch may store: 64-bit words, one per warp of the first CTAs.
 RESULTS = 4096
+#: A bulk copy into shared memory; bytes that leave no room for a second CTA on an SM.
+COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+SHARED = 200 << 10
 
 
 @dataclass(frozen=True)

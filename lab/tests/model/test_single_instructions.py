@@ -65,13 +65,13 @@ def _load(fence: str = "", stored: int = 0) -> Timed:
     commit = "@%first cp.async.bulk.commit_group;\n" if stored else ""
     body = (
         f"{stores}{commit}@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 65536;\n"
-        f"@%first {memory._COPY} [%pool], [%buf], 65536, [%bar];\n{fence}{wait('WAITING')}"
+        f"@%first {memory.COPY} [%pool], [%buf], 65536, [%bar];\n{fence}{wait('WAITING')}"
         "xor.b32 %parity, %parity, 1;"
     )
     keep = "@%first cp.async.bulk.wait_group 0;\n" if stored else ""
     return timed(
         f"load behind {stored} {fence}", body, setup=init_barriers(), keep=keep,
-        shared=memory._SHARED,
+        shared=memory.SHARED,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from bench.__main__ import main
-from bench.bringup import command
+from bench.commands import bringup as command
 
 pytestmark = pytest.mark.simulator
 

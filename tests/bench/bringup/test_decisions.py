@@ -8,9 +8,10 @@ import json
 import pytest
 from fake_timer import FakeTimer
 
-from bench.bringup import command, decisions, report
+from bench.bringup import decisions, report
 from bench.bringup.outcome import Target
 from bench.bringup.stages import choices, decoding, golden, graph, kernels, sharing
+from bench.commands import bringup as command
 from fa4_hd256 import environment
 
 pytestmark = pytest.mark.simulator

@@ -6,7 +6,7 @@ import torch
 from fake_timer import CountingTimer
 from in_torch import in_torch
 
-from bench.decode import caches
+from bench.measure import caches
 from bench.measure.providers import Inputs, Pages
 from bench.measure.settings import Sampling
 from fa4_hd256.quantize import dequantize_nvfp4

@@ -6,7 +6,7 @@ import torch
 from fake_timer import CountingTimer
 from in_torch import in_torch
 
-from bench.decode import new_rows
+from bench.measure import new_rows
 from bench.measure.settings import Sampling
 from bench.suite import Case
 

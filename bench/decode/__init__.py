@@ -1,1 +1,0 @@
-"""Parts of `python -m bench decode`, a table each."""
