@@ -8,6 +8,7 @@ An object of such a class belongs to shapes, strides and a mask, and is kept, as
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,21 +59,36 @@ def backward_refusal(
 
 
 @dataclass
-class Forward:
-    """FROST's forward; compiled once for each mask, shape and stride."""
+class _Compiled:
+    """Objects of one of FROST's classes; compiled once for each mask, shape and stride."""
 
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
+    def run(
+        self, kind: Callable[..., Any], tensors: Sequence[torch.Tensor], **options: Any
+    ) -> None:
+        """Run on tensors, the results among them. Raises RuntimeError for what the class does not
+        support."""
+        key = *options.items(), *((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in self.compiled:
+            attention = kind(*tensors, **options)
+            if not attention.check_support():
+                raise RuntimeError(f"{NAME} does not support this call")
+            attention.compile()
+            self.compiled[key] = attention
+        attention = self.compiled[key]
+        nbytes = attention.scratch_workspace_bytes()
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=tensors[0].device)
+        attention.execute(*tensors, workspace=workspace if nbytes else None)
+
+
+class Forward(_Compiled):
+    """FROST's forward."""
+
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool,
-        left: int | None = None,
-        num_splits: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool,
+        left: int | None = None, num_splits: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return (out like q, LSE (batch, heads, seqlen_q) float32).
 
         q, k, v: (batch, seqlen, heads, 256). causal: bottom-right aligned. left: how many keys in
@@ -84,71 +100,37 @@ class Forward:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = torch.empty_like(q)
         lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
-        tensors = q, k, v, out, lse
-        packs = packs_heads(q.shape[2], q.shape[1], k.shape[1])
-        # At equal lengths both corners are the same, and its top-left kernel is the faster one.
-        bottom_right = causal and q.shape[2] != k.shape[2]
-        key = causal, left, num_splits, *((t.shape, t.stride(), t.dtype) for t in tensors)
-        if key not in self.compiled:
-            attention = SdpaFwdDslSm100(
-                *tensors, is_causal=causal, causal_bottom_right=bottom_right,
-                window_size_left=left, split_kv=num_splits, pack_gqa=packs,
-                # Divided keys are offered with the natural order alone.
-                sched_policy=0 if num_splits > 1 else None,
-            )  # fmt: skip
-            if not attention.check_support():
-                raise RuntimeError(f"{NAME} does not support this call")
-            attention.compile()
-            self.compiled[key] = attention
-        attention = self.compiled[key]
-        workspace = torch.empty(
-            attention.scratch_workspace_bytes(), dtype=torch.uint8, device=q.device
-        )
-        attention.execute(*tensors, workspace=workspace if len(workspace) else None)
+        self.run(
+            SdpaFwdDslSm100, (q, k, v, out, lse), is_causal=causal,
+            # At equal lengths both corners are the same, and its top-left kernel is the faster one.
+            causal_bottom_right=causal and q.shape[2] != k.shape[2], window_size_left=left,
+            split_kv=num_splits, pack_gqa=packs_heads(q.shape[2], q.shape[1], k.shape[1]),
+            # KV splits are offered with the natural order alone.
+            sched_policy=0 if num_splits > 1 else None,
+        )  # fmt: skip
         return out.transpose(1, 2), lse[..., 0]
 
 
-@dataclass
-class Backward:
-    """FROST's backward; compiled once for each mask, shape and stride."""
-
-    compiled: dict[tuple, Any] = field(default_factory=dict)
+class Backward(_Compiled):
+    """FROST's backward."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        *,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv like q, k, v. q, k, v, out, dout: (batch, seqlen, heads, 256). lse: (batch,
-        heads, seqlen_q) float32, as `Forward` gives it. causal: bottom-right aligned. Raises
-        RuntimeError as `Forward`."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, dout: torch.Tensor, *, causal: bool,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Return dq, dk, dv like q, k, v. q, k, v, out, dout: (batch, seqlen, heads, 256). lse:
+        (batch, heads, seqlen_q) float32, as `Forward` gives it. causal: bottom-right aligned.
+        Raises RuntimeError as `Forward`."""
         from cudnn.sdpa.bwd.api_dsl_sm100_d256 import SdpaBwdDslSm100D256
 
         results = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         rows = [_transposed(t) for t in (q, k, v, out, dout)]
         statistics = lse.contiguous()[..., None]
-        tensors = *rows, statistics, *(t.transpose(1, 2) for t in results)
-        key = causal, *((t.shape, t.stride(), t.dtype) for t in tensors)
-        if key not in self.compiled:
-            backward = SdpaBwdDslSm100D256(
-                *tensors, is_causal=causal,
-                causal_bottom_right=causal and q.shape[1] != k.shape[1],
-            )  # fmt: skip
-            if not backward.check_support():
-                raise RuntimeError(f"{NAME} does not support this call")
-            backward.compile()
-            self.compiled[key] = backward
-        backward = self.compiled[key]
-        nbytes = backward.scratch_workspace_bytes()
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
-        backward.execute(*tensors, workspace=workspace)
-        return results[0], results[1], results[2]
+        self.run(
+            SdpaBwdDslSm100D256, (*rows, statistics, *(t.transpose(1, 2) for t in results)),
+            is_causal=causal, causal_bottom_right=causal and q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return results
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
