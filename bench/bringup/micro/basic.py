@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .table import Micro
 from .timed import Timed, init_barriers, timed, wait
 
@@ -9,22 +11,18 @@ _SHARED = 64 << 10
 
 
 def _floats(count: int) -> str:
-    """%f0 .. from the lane, so that nothing is a constant."""
+    """Return %f0 .. from the lane, so that nothing is a constant."""
     lines = ["cvt.rn.f32.u32 %acc, %lane;", "mul.f32 %acc, %acc, 0fBC23D70A;"]
-    return (
-        "\n".join(
-            lines + [f"add.f32 %f{i}, %acc, 0f{0xBD000000 + 4096 * i:08X};" for i in range(count)]
-        )
-        + "\n"
-    )
+    lines += [f"add.f32 %f{i}, %acc, 0f{0xBD000000 + 4096 * i:08X};" for i in range(count)]
+    return "\n".join(lines) + "\n"
 
 
 def _summed(count: int) -> str:
+    """Return a use of %f0 .. that ptxas cannot leave out."""
     lines = ["mov.f32 %sum, 0f00000000;"]
     lines += [f"add.f32 %sum, %sum, %f{i};" for i in range(count)]
-    return "\n".join(
-        [*lines, "setp.eq.f32 %done, %sum, 0f7F7FFFFF;", "@%done st.global.f32 [%buf], %sum;\n"]
-    )
+    lines += ["setp.eq.f32 %done, %sum, 0f7F7FFFFF;", "@%done st.global.f32 [%buf], %sum;\n"]
+    return "\n".join(lines)
 
 
 def _exp2() -> Timed:
@@ -33,15 +31,14 @@ def _exp2() -> Timed:
 
 
 def _chain(name: str, text: str) -> Timed:
-    """32 instructions of one warp, each on the result of the one before."""
+    """Return 32 instructions of one warp, each on the result of the one before."""
     setup = (
         "add.u32 %addr, %pool, %zero;\n@%first st.shared.b32 [%addr], %addr;\n"
         f"xor.b32 %w0, %lane, 5;\n{_floats(1)}"
     )
     keep = "add.u32 %addr, %addr, %w0;\ncvt.rn.f32.u32 %f1, %addr;\n" + _summed(2)
-    return timed(
-        f"32 {name} in a chain", "\n".join([text] * 32), setup=setup, keep=keep, shared=_SHARED
-    )
+    body = "\n".join([text] * 32)
+    return timed(f"32 {name} in a chain", body, setup=setup, keep=keep, shared=_SHARED)
 
 
 def _shared_loads() -> Timed:
@@ -50,14 +47,8 @@ def _shared_loads() -> Timed:
         words = ", ".join(f"%w{4 * i + j}" for j in range(4))
         lines.append(f"ld.volatile.shared.v4.b32 {{{words}}}, [%addr+{8192 * (i % 4)}];")
     setup = "shl.b32 %addr, %thread, 4;\nadd.u32 %addr, %addr, %pool;\n"
-    return timed(
-        "8 ld.shared.v4 of each of 16 warps",
-        "\n".join(lines),
-        setup=setup,
-        warps=16,
-        rounds=512,
-        shared=_SHARED,
-    )
+    name, body = "8 ld.shared.v4 of each of 16 warps", "\n".join(lines)
+    return timed(name, body, setup=setup, warps=16, rounds=512, shared=_SHARED)
 
 
 def _named_barrier(warps: int) -> Timed:
@@ -65,63 +56,59 @@ def _named_barrier(warps: int) -> Timed:
     return timed(f"8 bar.sync of {warps} warps", body, warps=warps)
 
 
+def _at_barrier(name: str, text: str) -> Timed:
+    """Return 8 instructions at an mbarrier; the next address depends on what came back."""
+    setup = init_barriers(32) + "add.u32 %addr, %bar, %zero;\n"
+    return timed(f"8 {name} in a chain", text * 8, setup=setup)
+
+
 def _arrivals() -> Timed:
-    """Arrive, and the next address depends on the state that came back."""
-    body = (
+    return _at_barrier(
+        "mbarrier.arrive",
         "mbarrier.arrive.shared.b64 %state, [%addr];\nand.b64 %state, %state, %zero64;\n"
-        "cvt.u32.u64 %w0, %state;\nadd.u32 %addr, %addr, %w0;\n"
-    ) * 8
-    return timed(
-        "8 mbarrier.arrive in a chain",
-        body,
-        setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n",
+        "cvt.u32.u64 %w0, %state;\nadd.u32 %addr, %addr, %w0;\n",
     )
 
 
 def _tests() -> Timed:
-    """Test a phase that is complete; the next address depends on the answer."""
-    body = (
+    """Return tests of a phase that is complete."""
+    return _at_barrier(
+        "mbarrier.test_wait",
         "mbarrier.test_wait.parity.shared.b64 %done, [%addr], 1;\n"
-        "selp.u32 %w0, %zero, 1, %done;\nadd.u32 %addr, %addr, %w0;\n"
-    ) * 8
-    return timed(
-        "8 mbarrier.test_wait in a chain",
-        body,
-        setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n",
+        "selp.u32 %w0, %zero, 1, %done;\nadd.u32 %addr, %addr, %w0;\n",
     )
+
+
+def _turns(arrive: tuple[str, str], other: str) -> str:
+    """Return the body in which two warps hand a turn to and fro: twice a round. arrive: of the
+    first and of the second; other: what the first one waits at."""
+    return f"""@!%mine bra SECOND;
+{arrive[0]}
+{wait("WAIT_A", other)}bra BOTH;
+SECOND:
+{wait("WAIT_B")}{arrive[1]}
+BOTH:
+xor.b32 %parity, %parity, 1;"""
 
 
 def _hand_over() -> Timed:
-    """Two warps of a CTA hand a turn to and fro over two mbarriers: twice a round."""
-    body = f"""@!%mine bra SECOND;
-@%leader mbarrier.arrive.shared.b64 _, [%bar];
-{wait("WAIT_A", "%bar+8")}bra BOTH;
-SECOND:
-{wait("WAIT_B")}@%leader mbarrier.arrive.shared.b64 _, [%bar+8];
-BOTH:
-xor.b32 %parity, %parity, 1;"""
-    return timed(
-        "2 hand-overs of a turn in a CTA",
-        body,
-        warps=2,
-        setup=init_barriers() + "setp.eq.u32 %mine, %warp, 0;\n",
+    """Return hand-overs between two warps of a CTA, over two mbarriers."""
+    first, second = (
+        f"@%leader mbarrier.arrive.shared.b64 _, [{place}];" for place in ("%bar", "%bar+8")
     )
+    setup = init_barriers() + "setp.eq.u32 %mine, %warp, 0;\n"
+    body = _turns((first, second), "%bar+8")
+    return timed("2 hand-overs of a turn in a CTA", body, warps=2, setup=setup)
 
 
 def _remote_hand_over(form: str) -> Timed:
-    """A warp of each CTA of a pair; the arrive goes to the other's mbarrier."""
+    """Return those of a warp of each CTA of a pair; the arrive goes to the other's mbarrier."""
     arrive = f"@%leader mbarrier.arrive.{form}.cluster.shared::cluster.b64 _, [%peer];"
-    body = f"""@!%mine bra SECOND;
-{arrive}
-{wait("WAIT_A")}bra BOTH;
-SECOND:
-{wait("WAIT_B")}{arrive}
-BOTH:
-xor.b32 %parity, %parity, 1;"""
     setup = init_barriers() + (
         "mov.u32 %rank, %cluster_ctarank;\nsetp.eq.u32 %mine, %rank, 0;\n"
         "xor.b32 %w0, %rank, 1;\nmapa.shared::cluster.u32 %peer, %bar, %w0;\n"
     )
+    body = _turns((arrive, arrive), "%bar")
     return timed(f"2 hand-overs of a turn in a pair, {form}", body, setup=setup, grid=2, cluster=2)
 
 
@@ -131,7 +118,7 @@ def _cluster_barrier() -> Timed:
 
 
 def _fence(text: str, before: str = "", warps: int = 1, grid: int = 1) -> Timed:
-    """Warp 0 of each CTA times one fence a round behind `before`, which all warps do."""
+    """Return a fence that warp 0 of each CTA times behind `before`, which all warps do."""
     name = f"{text} behind {before.count('st.')} stores of {warps} warps, {grid} CTAs"
     setup = (
         f"mul.wide.u32 %at, %thread, 16;\nmul.wide.u32 %d0, %cta, {32 * 16 * warps * 8};\n"
@@ -142,9 +129,8 @@ def _fence(text: str, before: str = "", warps: int = 1, grid: int = 1) -> Timed:
         f"{before}@!%mine bra PAST;\nmov.u64 %d1, %clock64;\n{text};\n"
         "mov.u64 %d2, %clock64;\nsub.u64 %d2, %d2, %d1;\nadd.u64 %d3, %d3, %d2;\nPAST:"
     )
-    return timed(
-        name, body, setup=setup, warps=warps, grid=grid, buffer=64 << 20, summed=True, typical=True
-    )
+    shape: dict[str, Any] = {"warps": warps, "grid": grid, "buffer": 64 << 20, "typical": True}
+    return timed(name, body, setup=setup, summed=True, **shape)
 
 
 def _stores(count: int, warps: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .table import Micro
 from .timed import COPY, SHARED, Timed, init_barriers, timed, wait
 
@@ -13,44 +15,36 @@ _COLD_STRIDE = 1 << 20
 _AROUND_LOAD, _KIB = 70.0, 16.0
 
 
-def _load(nbytes: int) -> Timed:
-    """One block from L2 and the wait for it."""
+def _waited(name: str, copies: str, nbytes: int, **more: Any) -> Timed:
+    """Return copies of so many bytes in all, and one wait for them."""
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {nbytes};
-@%first {COPY} [%pool], [%buf], {nbytes}, [%bar];
-{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
-    return timed(
-        f"a bulk load of {nbytes} bytes from L2", body, setup=init_barriers(), shared=SHARED
-    )
+{copies}{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
+    setup = init_barriers() + more.pop("setup", "")
+    return timed(name, body, setup=setup, shared=SHARED, **more)
+
+
+def _load(nbytes: int) -> Timed:
+    copy = f"@%first {COPY} [%pool], [%buf], {nbytes}, [%bar];\n"
+    return _waited(f"a bulk load of {nbytes} bytes from L2", copy, nbytes)
 
 
 def _cold_load() -> Timed:
-    """1 KiB that no launch before has touched, 32 times."""
-    body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 1024;
-@%first {COPY} [%pool], [%far], 1024, [%bar];
+    """Return loads of 1 KiB that no launch before has touched, 32 times."""
+    copy = f"""@%first {COPY} [%pool], [%far], 1024, [%bar];
 add.u64 %far, %far, {_COLD_STRIDE};
-{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
+"""
     # A turn's 32 blocks lie 1 MiB apart, those of the next one 4 KiB further.
-    setup = init_barriers() + "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\n"
-    return timed(
-        "a bulk load of 1024 bytes from HBM",
-        body,
-        setup=setup,
-        rounds=32,
-        shared=SHARED,
-        buffer=_FAR,
-    )
+    setup = "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\n"
+    name = "a bulk load of 1024 bytes from HBM"
+    return _waited(name, copy, 1024, setup=setup, rounds=32, buffer=_FAR)
 
 
 def _many_loads(count: int) -> Timed:
-    """`count` copies of 128 bytes, one after the other, and one wait."""
+    """Return `count` copies of 128 bytes, one after the other, and one wait."""
     copies = "".join(
         f"@%first {COPY} [%pool+{128 * i}], [%buf+{128 * i}], 128, [%bar];\n" for i in range(count)
     )
-    body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {128 * count};
-{copies}{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
-    return timed(
-        f"{count} bulk loads of 128 bytes", body, setup=init_barriers(), shared=SHARED, rounds=8
-    )
+    return _waited(f"{count} bulk loads of 128 bytes", copies, 128 * count, rounds=8)
 
 
 def _store(nbytes: int, reads_only: bool = False) -> Timed:
@@ -65,24 +59,22 @@ PAST:"""
 
 
 def _chase(cold: bool) -> Timed:
-    """Dependent loads of global memory past L1: 256 bytes apart in 512 KiB, or 1 MiB apart."""
-    stride = _COLD_STRIDE if cold else 256
+    """Return dependent loads of global memory past L1: 256 bytes apart in 512 KiB, or 1 MiB
+    apart."""
     body = (
-        "ld.global.cg.u32 %w0, [%far];\ncvt.u64.u32 %at, %w0;\n"
-        f"add.u64 %far, %far, %at;\nadd.u64 %far, %far, {stride};\n"
+        "ld.global.cg.u32 %w0, [%far];\ncvt.u64.u32 %at, %w0;\nadd.u64 %far, %far, %at;\n"
+        f"add.u64 %far, %far, {_COLD_STRIDE if cold else 256};\n"
     ) * 4
-    setup = "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\nadd.u64 %far, %far, 8192;\n"
-    where = "HBM" if cold else "L2"
+    setup = "add.u64 %far, %buf, 8192;\n"
+    if cold:
+        setup = "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\n"
+        setup += "add.u64 %far, %far, 8192;\n"
     keep = "setp.eq.u64 %done, %far, 1;\n@%done st.global.u64 [%buf], %far;\n"
-    setup = setup if cold else "add.u64 %far, %buf, 8192;\n"
-    return timed(
-        f"4 dependent loads from {where}",
-        body,
-        setup=setup,
-        keep=keep,
-        rounds=8 if cold else 64,
-        buffer=_FAR if cold else 1 << 20,
+    shape: dict[str, Any] = (
+        {"rounds": 8, "buffer": _FAR} if cold else {"rounds": 64, "buffer": 1 << 20}
     )
+    name = f"4 dependent loads from {'HBM' if cold else 'L2'}"
+    return timed(name, body, setup=setup, keep=keep, **shape)
 
 
 def table() -> tuple[Micro, ...]:

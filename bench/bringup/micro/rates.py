@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .table import Micro
 from .timed import COPY, SHARED, Timed, init_barriers, timed, wait
 
@@ -25,15 +27,9 @@ def _stream(sms: int, moves: bool) -> Timed:
         + f"mul.wide.u32 %at, %cta, {own};\nadd.u64 %far, %buf, %at;\n"
         + "".join(f"add.u64 %d{i}, %far, {_BLOCK * i};\n" for i in range(_BLOCKS))
     )
-    return timed(
-        f"{_ROUNDS} times 128 KiB of every SM, {'HBM' if moves else 'L2'}",
-        body,
-        setup=setup,
-        rounds=_ROUNDS,
-        grid=sms,
-        shared=SHARED,
-        buffer=own * sms,
-    )
+    name = f"{_ROUNDS} times 128 KiB of every SM, {'HBM' if moves else 'L2'}"
+    shape: dict[str, Any] = {"rounds": _ROUNDS, "grid": sms, "shared": SHARED, "buffer": own * sms}
+    return timed(name, body, setup=setup, **shape)
 
 
 def _nothing(grid: int, shared: int, name: str) -> Timed:
@@ -48,15 +44,8 @@ def _busy(rounds: int, sms: int) -> Timed:
         "add.f32 %f0, %f0, %f1;\nsetp.eq.f32 %done, %f0, 0f7F7FFFFF;\n"
         "@%done st.global.f32 [%buf], %f0;\n"
     )
-    return timed(
-        f"{rounds} rounds of exp2 and FMA",
-        "\n".join(lines),
-        setup=setup,
-        keep=keep,
-        rounds=rounds,
-        grid=sms,
-        warps=4,
-    )
+    name, body = f"{rounds} rounds of exp2 and FMA", "\n".join(lines)
+    return timed(name, body, setup=setup, keep=keep, rounds=rounds, grid=sms, warps=4)
 
 
 def table(sms: int, sets_clock: bool) -> tuple[Micro, ...]:

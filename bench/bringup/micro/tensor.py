@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sm100_sim.timing import mma_cost
 from sm100_sim.tools.descriptors import (
     KINDS,
@@ -71,32 +73,21 @@ def _words(first: int, count: int) -> str:
 
 def _load(columns: int, repeat: int, warps: int) -> Timed:
     """`repeat` loads of so many columns, one wait."""
-    body = (
-        "".join(
-            f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{_words(columns * i, columns)}}}, "
-            f"[%peer+{columns * i}];\n"
-            for i in range(repeat)
-        )
-        + "tcgen05.wait::ld.sync.aligned;\nxor.b32 %rank, %rank, %w0;"
+    loads = "".join(
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{_words(columns * i, columns)}}}, "
+        f"[%peer+{columns * i}];\n"
+        for i in range(repeat)
     )
+    body = f"{loads}tcgen05.wait::ld.sync.aligned;\nxor.b32 %rank, %rank, %w0;"
     keep = "setp.eq.u32 %done, %rank, 77;\n@%done st.global.u32 [%buf+64], %rank;\n"
     zeros = ", ".join(["%zero"] * 32)
-    fill = (
-        "mov.u32 %rank, 0;\n"
-        + "".join(
-            f"tcgen05.st.sync.aligned.32x32b.x32.b32 [%peer+{i}], {{{zeros}}};\n"
-            for i in range(0, 128, 32)
-        )
-        + "tcgen05.wait::st.sync.aligned;\n"
+    stores = "".join(
+        f"tcgen05.st.sync.aligned.32x32b.x32.b32 [%peer+{i}], {{{zeros}}};\n"
+        for i in range(0, 128, 32)
     )
-    return timed(
-        f"{repeat} tcgen05.ld of {columns} columns, {warps} warps",
-        body,
-        setup=_allocate() + fill,
-        keep=keep,
-        finish=_free(),
-        warps=warps,
-    )
+    setup = f"{_allocate()}mov.u32 %rank, 0;\n{stores}tcgen05.wait::st.sync.aligned;\n"
+    name = f"{repeat} tcgen05.ld of {columns} columns, {warps} warps"
+    return timed(name, body, setup=setup, keep=keep, finish=_free(), warps=warps)
 
 
 def _store(columns: int) -> Timed:
@@ -127,15 +118,9 @@ fence.proxy.async;
 
 
 def _products(
-    group: int,
-    m: int,
-    n: int,
-    place: str,
-    count: int,
-    targets: int = 1,
-    ctas: int = 0,
+    group: int, m: int, n: int, place: str, count: int, targets: int = 1, ctas: int = 0,
     rounds: int = 16,
-) -> Timed:
+) -> Timed:  # fmt: skip
     """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait.
     place: of A. ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there."""
     types = InstructionDescriptor(
@@ -172,16 +157,14 @@ mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], %parity;
 xor.b32 %parity, %parity, 1;
 PAST:"""
     name = f"{count} mma {m}x{n} group {group} A {place.lower()}, {targets} accumulators"
-    return timed(
-        f"{name}, {ctas} CTAs" if ctas else name,
-        body,
-        setup=setup,
-        finish=_free(group),
-        rounds=rounds,
-        grid=ctas or group,
-        cluster=group,
-        shared=_SHARED,
-    )
+    shape: dict[str, Any] = {
+        "rounds": rounds,
+        "grid": ctas or group,
+        "cluster": group,
+        "shared": _SHARED,
+    }
+    name = f"{name}, {ctas} CTAs" if ctas else name
+    return timed(name, body, setup=setup, finish=_free(group), **shape)
 
 
 def _query() -> Timed:
@@ -193,15 +176,9 @@ WAITING:
 mbarrier.try_wait.parity.shared.b64 %done, [%bar], %parity;
 @!%done bra WAITING;
 PAST:"""
-    return timed(
-        "a query of launch control",
-        body,
-        setup=init_barriers() + "add.u32 %w5, %bar, 48;\n",
-        rounds=1,
-        grid=2048,
-        shared=200 << 10,
-        typical=True,
-    )
+    setup = init_barriers() + "add.u32 %w5, %bar, 48;\n"
+    shape: dict[str, Any] = {"rounds": 1, "grid": 2048, "shared": 200 << 10, "typical": True}
+    return timed("a query of launch control", body, setup=setup, **shape)
 
 
 def _mma(group: int, m: int, n: int, place: str) -> tuple[Micro, Micro]:

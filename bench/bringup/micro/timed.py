@@ -79,16 +79,9 @@ _CLUSTER_SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 
 def timed(
-    name: str,
-    body: str,
-    *,
-    setup: str = "",
-    finish: str = "",
-    keep: str = "",
-    rounds: int = 64,
-    summed: bool = False,
-    **shape: Any,
-) -> Timed:
+    name: str, body: str, *, setup: str = "", finish: str = "", keep: str = "", rounds: int = 64,
+    summed: bool = False, **shape: Any,
+) -> Timed:  # fmt: skip
     """A kernel: `setup`, `rounds` times `body` between the clocks, `keep`, and `finish` at the end.
     summed: the body adds what it has timed to %d3, and that is what counts. shape: the other fields
     of `Timed`."""
@@ -106,13 +99,9 @@ def timed(
     # `finish` may synchronise, too.
     measure = "add.u64 %end, %begin, %d3;" if summed else "mov.u64 %end, %clock64;"
     for word, value in (
-        ("FINISH", finish),
-        ("MEASURE", measure),
-        ("ATTRIBUTES", attributes),
-        ("SYNC", sync),
-        ("WARPS", str(warps)),
-        ("RESULTS", str(RESULTS)),
-    ):
+        ("FINISH", finish), ("MEASURE", measure), ("ATTRIBUTES", attributes), ("SYNC", sync),
+        ("WARPS", str(warps)), ("RESULTS", str(RESULTS)),
+    ):  # fmt: skip
         text = text.replace(word, value)
     return Timed(name, text, rounds=rounds, **shape)
 
@@ -120,13 +109,8 @@ def timed(
 def init_barriers(count: int = 1, number: int = 2) -> str:
     """`number` mbarriers at %bar, 8 bytes apart, each for `count` arrivals."""
     lines = [f"@%first mbarrier.init.shared.b64 [%bar+{8 * i}], {count};" for i in range(number)]
-    return "\n".join(
-        [
-            *lines,
-            "@%first fence.mbarrier_init.release.cluster;",
-            "fence.proxy.async;\nbar.sync 0;\n",
-        ]
-    )
+    lines += ["@%first fence.mbarrier_init.release.cluster;", "fence.proxy.async;\nbar.sync 0;\n"]
+    return "\n".join(lines)
 
 
 def wait(label: str, address: str = "%bar") -> str:
