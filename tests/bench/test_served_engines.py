@@ -18,7 +18,7 @@ PROGRAM = (sys.executable, str(ROOT / "tests/bench/helpers/fake_engine.py"))
 
 
 def test_engines_that_answer_break_and_die(tmp_path, monkeypatch):
-    """What ends has its last words in its row, and the others are measured."""
+    """An engine that ends has its last words in its row, and the others are measured."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     names = "one", "breaks", "dies", "two"
     engine = measured.Engine(
