@@ -24,11 +24,11 @@ from .call.forward_problem import (
 )
 from .call.memory import check_out, check_writable_again
 from .call.mxfp8_scales import check_alone
-from .call.operator_arguments import OTHERS, ForwardTensors
+from .call.operator_arguments import OTHERS, RAGGED, ForwardTensors
 from .call.options import BY_RULE, NO_WINDOW
 from .call.packed_ds import BackwardMetadata, check_metadata
-from .call.part_lists import marked
 from .call.process import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
+from .call.scheduler_metadata import marked
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
@@ -167,8 +167,8 @@ def flash_attn_func(
         tensors = (*ForwardTensors(*inputs, **others), out)
     form = learnable_sink is None, out_gate is None, *others
     if mxfp8_gradients is not None:
-        results = out, return_lse, return_max_logits
-        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, results)
+        wanted = return_lse, return_max_logits
+        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, *wanted)
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -260,20 +260,14 @@ def flash_attn_varlen_func(
     sequences: tuple[Any, ...]
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     others, key, key_of_mask, listed_tiles = NO_TENSORS, None, None, 0
-    results, row = (out, return_lse, return_max_logits), None
+    result, row = out, None
     if block_mask is not None or mask_mod is not None:
-        apart: dict[str, Any] = {
-            "seqused_q": seqused_q,
-            "seqused_k": seqused_k,
-            "page_table": page_table,
-            "scheduler_metadata": scheduler_metadata,
-            "tree_mask": tree_mask,
-            "backward_metadata": backward_metadata,
-            "mxfp8_gradients": mxfp8_gradients,
-        }
+        apart: dict[str, Any] = dict(zip(RAGGED[2:], sequences[2:]))
+        apart |= {"tree_mask": tree_mask, "backward_metadata": backward_metadata}
+        apart["mxfp8_gradients"] = mxfp8_gradients
         if out is not None:
             check_out(out, q)
-            results = out.unsqueeze(0), return_lse, return_max_logits
+            result = out.unsqueeze(0)
         functions = block_mask, mask_mod, score_mod
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
         q, k, v, score_mod = row.q, row.k, row.v, row.score_mod
@@ -300,7 +294,10 @@ def flash_attn_varlen_func(
         backward_config=backward_config, score_mod=key, mask_mod=key_of_mask,
         listed_tiles=listed_tiles,
     )  # fmt: skip
-    found = attend_sequences(inputs, sequences, others, arguments, results, mxfp8_gradients)
+    found = attend_sequences(
+        inputs, sequences, others, arguments, result, return_lse, return_max_logits,
+        mxfp8_gradients,
+    )  # fmt: skip
     return found if row is None else _without_batch(found, out, return_lse)
 
 
@@ -309,16 +306,17 @@ def attend_sequences(
     sequences: tuple[Any, ...],
     others: dict[str, torch.Tensor],
     arguments: tuple[Any, ...],
-    results: tuple[Any, bool, bool],
+    out: torch.Tensor | None,
+    return_lse: bool,
+    return_max_logits: bool = False,
     mxfp8_gradients: Mxfp8Gradients | None = None,
 ) -> Any:
     """Return the results of `flash_attn_varlen_func`.
 
     inputs: q, k, v, the sink, the gate. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q,
     seqused_k, page_table, scheduler_metadata. others: further tensors by name. arguments: fields
-    of `Call`. results: out, return_lse, return_max_logits.
+    of `Call`.
     """
-    out, return_lse, return_max_logits = results
     longest = arguments[LONGEST]
     if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
         arguments = bounded(arguments, inputs[0], others.get(TREE_WORDS))
@@ -331,7 +329,8 @@ def attend_sequences(
     is_missing = [tensor is None for tensor in sequences]
     form = inputs[3] is None, inputs[4] is None, *is_missing, offsets_k is offsets_q, mark, *others
     if mxfp8_gradients is not None:
-        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, results)
+        wanted = return_lse, return_max_logits
+        return _attend_mxfp8(mxfp8_gradients, tensors, arguments, form, *wanted)
     return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
@@ -468,11 +467,11 @@ def _attend_mxfp8(
     tensors: Sequence[Any],
     arguments: tuple[Any, ...],
     form: tuple[Any, ...],
-    results: tuple[Any, bool, bool],
+    return_lse: bool,
+    return_max_logits: bool,
 ) -> Any:
-    """Return a public function's results in mxfp8. results: out, return_lse, return_max_logits."""
-    *inputs, _ = tensors
-    given_out, return_lse, return_max_logits = results
+    """Return a public function's results in mxfp8. The others: as of `_find_and_run`."""
+    *inputs, given_out = tensors
     beside = {"out": given_out is not None, "return_max_logits": return_max_logits}
     refused = [name for name, is_given in beside.items() if is_given]
     said = Call(*arguments)

@@ -24,14 +24,14 @@ from .call.cache_checks import check_memory, resolve_cache_call
 from .call.forward_problem import bounded
 from .call.operator_arguments import CacheTensors, flat
 from .call.options import BY_RULE, NO_WINDOW
-from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
+from .call.scheduler_metadata import marked
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.user_functions import SCORE_MOD
 from .kernels.nvfp4_format import BLOCK_SCALES
 from .kernels.problem_class import DESCALES, result_dtypes
-from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
+from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, SCHEDULER_METADATA, TREE_WORDS
 from .ops.operators import WRITTEN_PLACES, forward_kvcache
 from .run.append import plan_cache
 from .score_mods import ScoreMod
@@ -168,7 +168,7 @@ def flash_attn_with_kvcache(
     if is_attention and _are_read_as_given(cache_seqlens):
         inputs = q, k_cache, v_cache, learnable_sink, out_gate
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
-        return attend_sequences(inputs, sequences, others, arguments, (out, return_lse, False))
+        return attend_sequences(inputs, sequences, others, arguments, out, return_lse)
     named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
     tensors: tuple[Any, ...] = (  # fields of `CacheTensors`, whose class takes twice the time
         out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, out_gate, cu_seqlens_q,
@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
     if k is v is None or not is_plain:
         call = cache_checks.in_use(CacheTensors(*tensors))
         if not cache_checks.has_new_rows(call, rotary_interleaved):
-            return _attend_without_new_rows(call, others, arguments, (out, return_lse))
+            return _attend_without_new_rows(call, others, arguments, return_lse)
         tensors = call
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         arguments = bounded(arguments, q, words)
@@ -199,16 +199,17 @@ def _attend_without_new_rows(
     call: CacheTensors,
     others: dict[str, torch.Tensor],
     arguments: tuple[Any, ...],
-    results: tuple[Any, bool],
+    return_lse: bool,
 ) -> Any:
-    """Call the attention alone. results: out, return_lse. Others as of `attend_sequences`."""
+    """Call the attention alone. others, arguments: as of `attend_sequences`."""
     in_cache = {CACHE_BATCH_IDX: call.cache_batch_idx, CACHE_LEFTPAD: call.cache_leftpad}
     return attend_sequences(
         (call.q, call.k_cache, call.v_cache, call.sink, call.out_gate),
-        (call.cu_seqlens_q, None, None, call.lengths, call.page_table, call.part_list),
+        (call.cu_seqlens_q, None, None, call.lengths, call.page_table, call.scheduler_metadata),
         others | {name: tensor for name, tensor in in_cache.items() if tensor is not None},
         arguments,
-        (*results, False),
+        call.out,
+        return_lse,
     )
 
 
@@ -219,7 +220,7 @@ def _write_and_attend(
     arguments: fields of `Call`. only_first: the lse may hold anything. Raises TypeError or
     ValueError for what is not accepted, before anything is written."""
     if not is_intercepted():
-        metadata = tensors[_PART_LIST]
+        metadata = tensors[_SCHEDULER_METADATA]
         mark = None if metadata is None else marked(metadata)
         form = mark, bytes([tensor is None for tensor in tensors]), interleaved
         found = plans.find(plans.facts_of(_EAGER_KVCACHE, arguments, form), tensors)
@@ -243,6 +244,6 @@ _NO_OTHERS = [None] * len(_OTHERS)
 _AT_OTHERS = CacheTensors._fields.index(_OTHERS[0])
 assert CacheTensors._fields[_AT_OTHERS : _AT_OTHERS + len(_OTHERS)] == _OTHERS
 
-_PART_LIST = CacheTensors._fields.index(PART_LIST)
+_SCHEDULER_METADATA = CacheTensors._fields.index(SCHEDULER_METADATA)
 #: Eager calls; `operators` has the kind of the same operator's body.
 _EAGER_KVCACHE = plans.Kind("forward_kvcache", resolve_cache_call, plan_cache, WRITTEN_PLACES)

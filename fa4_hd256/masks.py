@@ -23,12 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from .call.functions.state import FunctionState, TensorStates
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
+from .call.memory import without_expansion
 from .call.options import plain
 from .call.process import is_lasting
-from .call.tile_mask import ABSENT, EMPTY, PARTIAL, WHOLE, Evaluate, TileMask, count_mask_tiles
+from .call.tile_mask import EMPTY, PARTIAL, WHOLE, Evaluate, TileMask, count_mask_tiles
 from .call.tree_mask import tree_words
 from .gpus.devices import is_captured
-from .kernels.mask.block_mask import FULL, MASK_TILE
+from .kernels.mask.block_mask import MASK_TILE
 from .kernels.mask.masking import WORD_BITS
 from .words import shown
 
@@ -154,9 +155,7 @@ def from_dense(mask: torch.Tensor) -> TileMask:
             f"mask has shape {tuple(mask.shape)} and layout {mask.layout}; accepted: dense ones of "
             "(seqlen_q, seqlen_k) or (1 or batch, 1 or heads, seqlen_q, seqlen_k), none of them 0"
         )
-    for dimension in range(2):
-        if mask.stride(dimension) == 0:
-            mask = mask.narrow(dimension, 0, 1)
+    mask = without_expansion(mask)
     lengths = mask.shape[2], mask.shape[3]
     padding = (0, -lengths[1] % MASK_TILE, 0, -lengths[0] % MASK_TILE)
     by_tiles = torch.nn.functional.pad(mask, padding).unflatten(3, (-1, MASK_TILE))
@@ -222,11 +221,7 @@ def _checked_words(words: Any, seqlen_k: int) -> torch.Tensor:
             f"{seqlen_k}; accepted: dense ones of (seqlen_q, {count}) or (1 or batch, 1 or heads, "
             f"seqlen_q, {count}), none of them 0"
         )
-    words = words if words.ndim == 4 else words[None, None]
-    for dimension in range(2):
-        if words.stride(dimension) == 0:
-            words = words.narrow(dimension, 0, 1)
-    return words
+    return without_expansion(words if words.ndim == 4 else words[None, None])
 
 
 def from_block_mask(
@@ -321,9 +316,7 @@ def in_sequences(
     first = torch.where(is_any, begins, mask.lengths[1])
     limit = torch.where(is_any, begins + counts, 0)
     kinds, inside = _Levels(mask.lengths, mask.device).intervals(first[None], limit[None])
-    of_mask = torch.where(mask.tiles == ABSENT, EMPTY, PARTIAL)
-    of_mask = torch.where(mask.tiles == FULL, WHOLE, of_mask)
-    kinds = torch.minimum(kinds, of_mask.to(torch.int8))
+    kinds = torch.minimum(kinds, mask.kinds)
     if not with_bits:
         return TileMask.of_kinds(mask.lengths, kinds)
 

@@ -12,8 +12,8 @@ from .call.checks import DTYPES
 from .call.forward_problem import Problem
 from .call.options import Options
 from .call.packed_ds import BackwardMetadata, begins_of, lengths_between, read_offsets
-from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
+from .call.scheduler_metadata import mark, marked, scheduler_metadata_of
 from .gpus.devices import gpu_of, is_captured
 from .kernels.nvfp4_format import BLOCK_SCALES, CACHE_DTYPES, NVFP4, NVFP4_BLOCK
 from .kernels.problem_class import E4M3, KV_DTYPES

@@ -60,11 +60,8 @@ from .call.options import NO_WINDOW
 from .call.process import is_intercepted, sms_are_shared
 from .package_name import NAMESPACE
 from .private_torch import is_profiled, tensor_guard
-from .run.execute import Execution, addresses_of
+from .run.execute import Execution, Tensors, addresses_of
 from .run.plan import LaunchPlan
-
-#: Tensors of a call in the order of its arguments, None for one that is not given.
-Tensors = Sequence[torch.Tensor | None]
 
 #: Cached plans; beyond, the oldest goes.
 LARGEST = 2048
@@ -289,8 +286,8 @@ assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # t
 def facts_of(kind: Kind, arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the facts of a call: all that it depends on beside tensors and environment.
     arguments: the fields of `Call`, which come behind the kind. form: which tensors are
-    present, which are the same one, what the scheduler metadata is for (`part_lists.marked`), and
-    with a KV cache rotary_interleaved."""
+    present, which are the same one, what the scheduler metadata is for (`marked`), and with a KV
+    cache rotary_interleaved."""
     window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
         # Of equal sides some types alone are accepted.

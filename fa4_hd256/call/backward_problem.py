@@ -25,28 +25,30 @@ _RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """A backward call, or a chunk of one (`chunks`).
+    """A backward call, or a chunk of one (`chunks`)."""
 
-    forward: the call whose gradients are requested, with k and v as the kernels read them. k_shape:
-    (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the LSE is
-    given. head_parts: parts into which the group of query heads of each key/value head is divided,
-    of equal size but for the last, each of which gets its own dK and dV in float32; 1 for none.
-    copies: heads of the user's k and v that are one expanded head here, each with a gradient, hence
-    a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
-    otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
-    chunks add to the same dK and dV, in float32. origin: of a chunk, where it lies in the call.
-    listed_tiles: tiles of dS of a query head, under a block mask in a sequence, at most, else, with
-    `DS_BEGINS`, in all; 0 where the host does not know and there is room for all that may be.
-    """
-
+    #: The call whose gradients are requested, with k and v as the kernels read them.
     forward: Problem
+    #: (batch, seqlen_k, heads_kv, 256) of this k and v.
     k_shape: tuple[int, ...]
+    #: Whether the gradient of the LSE is given.
     lse_gradient: bool
+    #: Parts into which the query heads of each KV head are divided, of equal size but for the last.
+    #: Each part gets its own dK and dV in float32; 1 for none.
     head_parts: int
+    #: Heads of the user's k and v that are one expanded head here. Each of them has a gradient,
+    #: hence a part, of its own.
     copies: int = 1
+    #: Whether the kernel of dV stores dS, of which dK and dQ are products. Otherwise one kernel
+    #: makes dK and dV, another one dQ.
     keeps_ds: bool = False
+    #: Whether several chunks add to the same dK and dV, in float32.
     adds: bool = False
+    #: Where a chunk lies in the call.
     origin: ScoreOrigin = ScoreOrigin()
+    #: Tiles of dS of a query head: under a block mask the most that a sequence has, with
+    #: `DS_BEGINS` those of all sequences. 0 where the host does not know, which leaves room for all
+    #: that may be.
     listed_tiles: int = 0
 
     @classmethod

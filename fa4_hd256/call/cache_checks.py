@@ -190,7 +190,6 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
     them; else all have that of the first new row, as in the field."""
     if not _is_read(call):
         return call.lengths
-    has_new_rows(in_use(call), True)
     table = call.page_table if call.new_page_table is None else call.new_page_table
     if call.page_table is not None:
         check_entries(call.page_table, call.batch, call.q.device)
@@ -391,8 +390,7 @@ def check_new_rows(
     wanted: tuple[int | None, ...] = (batch, None)
     if offsets is not None:
         wanted = (None,)
-        if not isinstance(offsets, torch.Tensor):
-            raise TypeError(f"cu_seqlens_k_new must be an int32 tensor, got {shown(offsets)}")
+        check_int32("cu_seqlens_k_new", offsets)
         checks.check_ragged(cache, {"cu_seqlens_k_new": offsets})
         if offsets.numel() != batch + 1:
             raise ValueError(

@@ -38,7 +38,7 @@ from ..kernels.rows.sequences import (
     CACHE_LEFTPAD,
     DS_BEGINS,
     PAGE_TABLE,
-    PART_LIST,
+    SCHEDULER_METADATA,
     TREE_WORDS,
 )
 from ..words import shown
@@ -95,10 +95,9 @@ def are_differentiated(tensors: Iterable[Any]) -> bool:
 
 
 def check_functions(
-    functions: tuple[Any, Any], softcap: float, k: torch.Tensor, others: Mapping[str, Any]
+    score_mod: Any, mask_mod: Any, softcap: float, k: torch.Tensor, others: Mapping[str, Any]
 ) -> None:
-    """Refuse what does not go with functions of a call, score_mod and mask_mod, None for none."""
-    score_mod, mask_mod = functions
+    """Refuse what does not go with functions of a call, None for none."""
     _check_mask_mod(mask_mod, others)
     if score_mod is None:
         return
@@ -140,7 +139,7 @@ _NOT_INT32 = "{} must be an int32 tensor, got {}"
 
 def said(name: str) -> str:
     """Return the name that users have for a ragged tensor."""
-    return {PART_LIST: "scheduler_metadata", TREE_WORDS: "tree_mask"}.get(name, name)
+    return "tree_mask" if name == TREE_WORDS else name
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> None:
@@ -322,7 +321,7 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
                 "accepted: one dimension, contiguous"
             )
         _check_equal("device", {"q": q.device, said(name): tensor.device}, ValueError)
-    if PART_LIST in ragged and "seqused_q" in ragged:
+    if SCHEDULER_METADATA in ragged and "seqused_q" in ragged:
         raise ValueError(
             "seqused_q is given with scheduler_metadata; accepted: queries of one length, or "
             "packed by cu_seqlens_q"
@@ -448,7 +447,8 @@ def check_mask(
 
 #: Tensors of a call whose first dimension is not the batch.
 _NOT_BY_SEQUENCE = {
-    PART_LIST, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *BLOCK_SCALES, *FUNCTION_TENSORS,
+    SCHEDULER_METADATA, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *BLOCK_SCALES,
+    *FUNCTION_TENSORS,
 }  # fmt: skip
 
 

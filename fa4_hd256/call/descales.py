@@ -27,7 +27,7 @@ from ..kernels.problem_class import (
     Q_DESCALE,
 )
 from .checks import are_differentiated
-from .memory import require_dense
+from .memory import require_dense, without_expansion
 from .mxfp8_scales import check_blocks, check_packed
 
 
@@ -182,7 +182,4 @@ def scale_layout(tensor: Any, descale: str) -> Any:
         tensor = tensor.squeeze(3).squeeze(1 if descale == OF_PAGES else 0)
     elif tensor.ndim == 3:
         tensor = tensor.squeeze(1 if descale == OF_PAGES else 2)
-    for dimension in range(2):
-        if tensor.stride(dimension) == 0:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
+    return without_expansion(tensor)

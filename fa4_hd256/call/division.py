@@ -26,7 +26,7 @@ from ..gpus.devices import Gpu
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.mask.windows import Reach
-from ..kernels.rows.sequences import PART_LIST
+from ..kernels.rows.sequences import SCHEDULER_METADATA
 from .forward_problem import Problem
 from .options import BY_RULE, FIXED_SPLITS, MOST_SPLITS, check_num_splits
 
@@ -78,7 +78,7 @@ def _with_listed_splits(problem: Problem, gpu: Gpu) -> Problem:
     """Return the problem with listed splits; queries of several tiles are not split."""
     room = room_for_splits(problem, gpu)
     if room is None:
-        return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
+        return replace(problem, ragged=tuple(n for n in problem.ragged if n != SCHEDULER_METADATA))
     return replace(problem, num_splits=room)
 
 

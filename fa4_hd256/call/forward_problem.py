@@ -32,7 +32,7 @@ from ..kernels.rows.sequences import (
     DS_BEGINS,
     PADDING,
     PAGE_TABLE,
-    PART_LIST,
+    SCHEDULER_METADATA,
     TREE_WORDS,
 )
 from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
@@ -88,7 +88,7 @@ class Call(NamedTuple):
                 "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an "
                 "int, the same for all batches, since KV splits follow it"
             )
-        if PART_LIST in others:
+        if SCHEDULER_METADATA in others:
             check_beside_list(num_splits)
         masked = MASK_STEPS in others
         if masked:
@@ -154,8 +154,7 @@ class Problem:
     options: Options
     #: Whether there is a sink.
     sink: bool
-    #: Names of the tensors of `RAGGED` that kernels of the forward read, in their order; `tables`
-    #: has those of all further tensors.
+    #: Names of the tensors of `RAGGED` that kernels of the forward read, in their order.
     ragged: tuple[str, ...]
     #: Architecture of the device.
     architecture: Architecture
@@ -203,7 +202,7 @@ class Problem:
         device, length or option, NotImplementedError without a forward of the architecture."""
         (q, k, v), others = tensors, others or {}
         check_options(options.softmax_scale, options.softcap)
-        checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, others)
+        checks.check_functions(options.score_mod, options.mask_mod, options.softcap, k, others)
         check_forward_tensors(q, k, v, sink, others)
         sequences = checks.count_sequences(q, k, others)
         architecture = architecture_of(q.device)
@@ -288,6 +287,7 @@ class Problem:
 
     @property
     def tables(self) -> tuple[str, ...]:
+        """Return the names of what kernels get of `OptionalTensors` but for the sink and V^T."""
         # With split keys the combining kernel has it.
         gate = (OUT_GATE,) if self.out_gate and self.num_splits == 1 else ()
         own = block_scales_of(self.kv_dtype)
@@ -296,7 +296,7 @@ class Problem:
     @property
     def lists_splits(self) -> bool:
         """Return True if KV splits are listed; their results lie one after the other."""
-        return PART_LIST in self.ragged
+        return SCHEDULER_METADATA in self.ragged
 
     @property
     def kernels(self) -> KernelSet:

@@ -157,6 +157,14 @@ def without_expanded_heads(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
     return k, v
 
 
+def without_expansion(tensor: Strided) -> Strided:
+    """Return a view with one entry in each of the first two dimensions that are expanded."""
+    for dimension in range(2):
+        if tensor.stride(dimension) == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def without_loose_strides(tensor: Strided) -> Strided:
     """Return the same memory; dimensions of size 1 get contiguous strides, which TMA takes."""
     strides, below = [], 1

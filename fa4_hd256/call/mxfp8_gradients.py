@@ -17,7 +17,7 @@ from .checks import reads_contents, said
 from .chunks import BackwardDivision
 from .memory import require_dense
 from .mxfp8_scales import OF_ROWS, check_alone, check_order, check_packed, check_shape
-from .operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
+from .operator_arguments import BackwardTensors, ForwardTensors, ForwardValues, given_batches
 from .options import Options
 
 #: Tensors that calls with gradients in mxfp8 may have beside q, k, v and their scales.
@@ -58,20 +58,12 @@ class Mxfp8BackwardTensors(NamedTuple):
 
     def with_batches(self) -> Mxfp8BackwardTensors:
         """Return packed sequences with a batch of 1: scales have the form of packed ones still."""
-        changed = {
-            name: tensor.unsqueeze(0)
-            for dimensions, names in _BATCHED.items()
-            for name in names
-            if (tensor := getattr(self, name)) is not None and tensor.ndim < dimensions
-        }
-        return self._replace(**changed)
+        return self._replace(**given_batches(self, ("dout", "out", *CODES)))
 
 
 _FIRST = Mxfp8BackwardTensors._fields.index("q")
 #: The operands, and their scales.
 CODES, SCALES = Mxfp8BackwardTensors._fields[_FIRST:][:7], Mxfp8BackwardTensors._fields[-7:]
-#: Tensors that have a batch, by their dimensions then.
-_BATCHED = {4: ("dout", "out", *CODES), 3: ("lse", "dlse")}
 
 
 def refuse_others(tensors: ForwardTensors, values: ForwardValues, beside: Sequence[str]) -> None:

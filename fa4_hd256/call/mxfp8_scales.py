@@ -24,7 +24,7 @@ from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     PAGE_TABLE,
-    PART_LIST,
+    SCHEDULER_METADATA,
     TREE_WORDS,
 )
 from .checks import said
@@ -35,7 +35,7 @@ OF_ROWS = (DESCALES[2], "q_rows_descale", "k_rows_descale", "dout_rows_descale")
 _SIDES = dict(zip(DESCALES, "qkk", strict=True))
 _ROW_SCALES = HEAD_DIM // SCALE_BLOCK
 #: Metadata are made for tiles that query heads share, which these kernels have none of.
-_APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS, PART_LIST)
+_APART = (PAGE_TABLE, CACHE_BATCH_IDX, CACHE_LEFTPAD, TREE_WORDS, SCHEDULER_METADATA)
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:

@@ -44,7 +44,7 @@ class ForwardTensors(NamedTuple):
     seqused_q: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
-    part_list: torch.Tensor | None = None
+    scheduler_metadata: torch.Tensor | None = None
     mask_steps: torch.Tensor | None = None
     mask_bits: torch.Tensor | None = None
     mask_blocks: torch.Tensor | None = None
@@ -126,15 +126,10 @@ class BackwardTensors(NamedTuple):
 
     def with_batches(self) -> BackwardTensors:
         """Return packed sequences with a batch of 1."""
-        with_batch = {}
-        for dimensions, names in _BATCHED.items():
-            for name in names:
-                tensor = getattr(self, name)
-                if tensor is not None and tensor.ndim < dimensions:
-                    with_batch[name] = tensor.unsqueeze(0)
-        if self.out_gate is not None and "q" in with_batch:
-            with_batch[OUT_GATE] = self.out_gate.unsqueeze(0)
-        return self._replace(**with_batch)
+        changed = given_batches(self, ("dout", "out", "q", "k", "v"))
+        if self.out_gate is not None and "q" in changed:
+            changed[OUT_GATE] = self.out_gate.unsqueeze(0)
+        return self._replace(**changed)
 
     def others(self) -> dict[str, torch.Tensor]:
         given = zip(BackwardTensors._fields, self)
@@ -204,7 +199,7 @@ class CacheTensors(NamedTuple):
     out_gate: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
-    part_list: torch.Tensor | None = None
+    scheduler_metadata: torch.Tensor | None = None
     cache_batch_idx: torch.Tensor | None = None
     cache_leftpad: torch.Tensor | None = None
     tree_words: torch.Tensor | None = None
@@ -278,8 +273,6 @@ _OF_ATTENTION = tuple(
     name for name in CacheTensors._fields if name in ("q", *ForwardTensors._fields[3:])
 )
 
-#: Tensors of a backward that have a batch, by their dimensions then.
-_BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
 #: q, k, v; and behind the sink.
 _DIFFERENTIABLE, _FIRST_OTHER = 3, 4
 _of_gradients = operator.itemgetter(
@@ -320,6 +313,18 @@ def schema_of(*kinds: type, written: Sequence[str] = ()) -> str:
         for kind in kinds
         for name, hint in typing.get_type_hints(kind).items()
     )
+
+
+def given_batches(tensors: Any, of_rows: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return those of a backward's tensors, by name, that lack the batch of packed sequences, with
+    one of 1. of_rows: names of those with four dimensions; lse and dlse have three."""
+    dimensions = dict.fromkeys(of_rows, 4) | {"lse": 3, "dlse": 3}
+    given = {name: getattr(tensors, name) for name in dimensions}
+    return {
+        name: tensor.unsqueeze(0)
+        for name, tensor in given.items()
+        if tensor is not None and tensor.ndim < dimensions[name]
+    }
 
 
 def with_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:

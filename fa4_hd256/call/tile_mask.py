@@ -236,6 +236,12 @@ class TileMask:
         return self._once(self._made, "blocks", lambda: _blocks(self.tiles))
 
     @property
+    def kinds(self) -> torch.Tensor:
+        """Return the kinds of tiles, int8 like `tiles`; those with bits count as partial."""
+        kinds = torch.where(self.tiles == ABSENT, EMPTY, PARTIAL)
+        return torch.where(self.tiles == FULL, WHOLE, kinds).to(torch.int8)
+
+    @property
     def is_large(self) -> bool:
         """Return True if a device sync (to learn the exact tile count) is cheaper than allocating
         for the worst case."""
@@ -270,7 +276,7 @@ class TileMask:
         return self._once(self._masks, place, lambda: self._part(*place))
 
     def _part(self, queries: range, keys: range, heads: range) -> TileMask:
-        lengths, tiles = (len(queries), len(keys)), self.tiles[:, heads.start : heads.stop]
+        lengths = len(queries), len(keys)
         is_aligned = all(
             rows.start % MASK_TILE == 0 and (rows.stop % MASK_TILE == 0 or rows.stop == length)
             for rows, length in zip((queries, keys), self.lengths, strict=True)
@@ -280,8 +286,7 @@ class TileMask:
             part = TileMask(lengths, tiles_of_part, self.bits, self.of_first)
             part._of_bits = self._of_bits
             return part
-        kinds = torch.where(tiles == ABSENT, EMPTY, PARTIAL)
-        kinds = torch.where(tiles == FULL, WHOLE, kinds).to(torch.int8)
+        kinds = self.kinds[:, heads.start : heads.stop]
         for dimension, rows in ((2, queries), (3, keys)):
             kinds = _kinds_from(kinds, dimension, rows)
         if self.bits is None:

@@ -49,13 +49,12 @@ def run_backward(
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`, by `add_preprocess` alone."""
-    ragged = problem.preprocess_class.ragged
     given = {
         "out": tensors.out,
         "dout": tensors.dout,
         "lse": tensors.lse,
         STATS: tensors.stats,
-        **dict(zip(ragged, tensors.ragged, strict=True)),
+        **tensors.ragged,
     }
     if tensors.dlse is not None:
         given["dlse"] = tensors.dlse
@@ -63,8 +62,7 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
     views = builder.inputs
     dlse = None if tensors.dlse is None else builder.rows(views["dlse"])
     add_preprocess(builder, problem, PreprocessTensors(
-        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS],
-        tuple(views[name] for name in ragged),
+        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS], views,
     ))  # fmt: skip
     execute(builder.plan(), tuple(given.values()))
 

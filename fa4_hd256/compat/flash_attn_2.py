@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import interface, kv_cache
+from ..call.cache_checks import check_int32
 from ..score_mods import alibi
-from ..words import shown
 from .arguments import FLASH_ATTN_2, parts_of
 from .windows import window_of
 
@@ -175,9 +175,8 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_2.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(offsets, torch.Tensor) or offsets.dtype != torch.int32:
-            raise TypeError(f"{name} must be an int32 tensor, got {shown(offsets)}")
+    check_int32("cu_seqlens_q", cu_seqlens_q)
+    check_int32("cu_seqlens_k", cu_seqlens_k)
     lengths = {name: arguments[name] for name in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")}
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k

@@ -193,7 +193,7 @@ def _masks(arguments: dict[str, Any]) -> dict[str, Any]:
 def _check_unpacked(lengths: dict[str, Any]) -> None:
     if lengths:
         raise NotImplementedError(
-            f"mask_mod or block_sparse_tensors is arguments with {', '.join(lengths)}; accepted: "
+            f"mask_mod or block_sparse_tensors is given with {', '.join(lengths)}; accepted: "
             "sequences of one length. Use block_mask and mask_mod of "
             "fa4_hd256.flash_attn_varlen_func, whose positions are those of the packed rows"
         )

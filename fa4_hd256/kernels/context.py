@@ -16,7 +16,7 @@ from .mask.masking import KvSplit, MaskKind, Visibility
 from .operands import SharedMemory
 from .plan.edges import Barrier, EdgeTable, SharedByReference
 from .problem_class import CallScalars, ProblemClass
-from .rows.sequences import FirstPage, Sequences, cache_entries, sequence_tensors
+from .rows.sequences import FirstPage, Sequences, cache_entries
 
 #: Class of a kernel's own context.
 OwnContext = TypeVar("OwnContext", bound="KernelContext")
@@ -131,9 +131,6 @@ class TileKernel(Protocol):
     @property
     def scheduled_warps(self) -> int: ...
 
-    def ragged(self, tensors: Any) -> Any:
-        """Return the ragged tensors among a kernel's tensors, None if there are none."""
-
 
 def shared_fields(
     kernel: TileKernel,
@@ -148,12 +145,11 @@ def shared_fields(
     memory: laid out as the plan says. sizes: seqlen_q, seqlen_k, query heads (or groups of them)
     for each KV head, and what the kernel adds."""
     problem_class = kernel.problem_class
-    ragged = sequence_tensors(problem_class, kernel.ragged(tensors))
     entries = cache_entries(problem_class, tensors)
     return {
         "tensors": tensors,
         "barriers": kernel.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-        "sequences": Sequences(ragged, *sizes[:2], entries=entries),
+        "sequences": Sequences(tensors.optional.ragged, *sizes[:2], entries=entries),
         "mask": problem_class.mask,
         "scalars": scalars,
         "heads_per_kv": sizes[2],

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 from .limits import PAGE_MULTIPLE
 from .mask.block_mask import MASK_TABLES
 from .mask.masking import MaskKind
-from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
+from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS, SequenceTensors
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
 ELEMENT_TYPES: dict[torch.dtype, Any] = {
@@ -46,6 +46,10 @@ OF_SEQUENCES, OF_PAGES, OF_BLOCKS = "sequences", "pages", "blocks"
 OUT_GATE = "out_gate"
 #: What has a value of the gate, the values of `ProblemClass.out_gate`: an element, or a query head.
 GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
+
+
+#: Name of the memory for V^T among `OptionalTensors`.
+COLUMNS = "columns"
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,32 @@ class CallScalars(NamedTuple):
         if not names:
             return None
         return cls(*(values[name] if name in names else None for name in cls._fields))
+
+
+class OptionalTensors(NamedTuple):
+    """Tensors that a problem class requests, None or empty for those that it does not. Kernels take
+    them in the order of these fields, which no other place repeats."""
+
+    #: (heads,) float32, the logits of the attention sink.
+    sink: Any = None
+    #: Lengths, pages and masks of the call.
+    ragged: SequenceTensors = SequenceTensors()
+    #: Scales that `ProblemClass.descales` names: (entries, heads_kv) float32; of blocks (batch,
+    #: heads, tiles, 2, 128) int32.
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    #: Gate of the result, like out or (batch, seqlen_q, heads).
+    out_gate: Any = None
+    #: What the score_mod and the mask_mod of the call read.
+    score_tensors: tuple[Any, ...] = ()
+    mask_tensors: tuple[Any, ...] = ()
+    #: Block scales of k and v in NVFP4, (.., 8) of out's type.
+    k_block_scale: Any = None
+    v_block_scale: Any = None
+    #: Memory for V^T where the tiles take it, (batch * tiles of keys, heads_kv, 256, 64) of out's
+    #: type.
+    columns: Any = None
 
 
 #: Scalars of all kernels that compute scores.

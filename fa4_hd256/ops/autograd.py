@@ -142,24 +142,27 @@ def gradients_of(
     if (dout is None and dlse is None) or not any(needed):
         return (None,) * len(needed)
     # Read once: hooks of saved tensors run at each read, and a checkpoint refuses a second one.
-    return _of_saved((ctx.saved_tensors, ctx.values), needed, (dout, dlse), compute)
+    return _of_saved(ctx.saved_tensors, ctx.values, needed, dout, dlse, compute=compute)
 
 
 def _of_saved(
-    saved: tuple[Sequence[torch.Tensor], ForwardValues],
+    tensors: Sequence[torch.Tensor],
+    values: ForwardValues,
     needed: Sequence[bool],
-    of_results: tuple[torch.Tensor | None, ...],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    *,
     compute: Callable[..., tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return `gradients_of` of saved tensors and values. of_results: dout and dlse, or None."""
-    (tensors, values), (dout, dlse) = saved, of_results
+    """Return `gradients_of` of saved tensors and values."""
     if dout is None:
         out = tensors[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
     batched = [tensor is not None and is_batch_of_gradients(tensor) for tensor in (dout, dlse)]
     if any(batched):
         entries = _entries((dout, dlse), batched)
-        return _joined([_of_saved(saved, needed, entry, compute) for entry in entries])
+        found = [_of_saved(tensors, values, needed, *of, compute=compute) for of in entries]
+        return _joined(found)
     wanted = (needed[0], needed[1] or needed[2], *needed[3:])
     results = compute(BackwardTensors(dout, dlse, *tensors), BackwardValues(values, wanted))
     return tuple(

@@ -13,21 +13,15 @@ NOTE [arguments of the forward].
                   k, v in NVFP4: (.., 64), four in each
     results       out (batch, seqlen_q, heads_q, 256); lse (batch, heads_q, seqlen_q) float32,
                   natural log; with max_logits the row maxima, like lse
-    optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
-                  the ragged sequences, vectors but for page_table (batch, pages) and those of
-                  masks (`kernels.rows.sequences.SequenceTensors`), then the scales that
-                  `ProblemClass.descales` names, (entries, heads_kv) float32, of blocks (batch,
-                  heads, tiles, 2, 128) int32, then out_gate, like out or (batch, seqlen_q,
-                  heads_q), then what functions of the call read, then the block scales of k and v
-                  in NVFP4, (.., 8) of out's type, then memory for V^T where the tiles take it,
-                  (batch x tiles of keys, heads_kv, 256, 64); None if that is nothing
+    optional      what the problem class asks for: `kernels.problem_class.OptionalTensors`; None
+                  if that is nothing
     scalars, stream
 
 With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
 heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
-proper with out_gate, if there is one, the scalars and the stream. With listed parts they are
-(parts, max_seqlen_q, heads_q, 256) and (parts, heads_q, max_seqlen_q), and the combining kernel
-gets the list and cu_seqlens_q, if there is one, before the scalars.
+proper with out_gate, if there is one, the scalars and the stream. With scheduler metadata they are
+(splits, max_seqlen_q, heads_q, 256) and (splits, heads_q, max_seqlen_q), and the combining kernel
+gets the metadata and cu_seqlens_q, if there is one, before the scalars.
 
 NOTE [arguments of the backward].  Three kinds of kernels, each with its arguments in order. Rows of
 packed sequences have a batch of 1.
@@ -39,7 +33,8 @@ Of the preprocess kernel:
                   float32, any strides but 0, dlse None without a gradient of the LSE; with a gate
                   of the result gate, do like out, and dgate like gate
     stats         (2, heads_q, padded rows) float32: `kernels.small.backward_preprocess`
-    ragged        int32 lengths and offsets of the queries; None if there are none
+    ragged        lengths and offsets of the queries (`kernels.rows.sequences.SequenceTensors`);
+                  None if there are none
     scalars, stream
 
 Of the kernels that make gradients:
@@ -54,8 +49,7 @@ Of the kernels that make gradients:
                   multiples of `SECTOR_BYTES`
     ds            (heads_q, units, tiles, elements), like k: `kernels.backward.ds_tiles`; None where
                   it is not stored
-    ragged        int32 tensors in the problem class's order, then what functions of the call read;
-                  None if there are none
+    optional      ragged tensors, and what functions of the call read, as in the forward
     scalars, stream
 
 Of the sum kernel, where query heads of a group are divided:
@@ -79,7 +73,7 @@ and the stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -90,19 +84,23 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from ..kernels.block_scales import MXFP8_GRADIENT_OPERANDS
 from ..kernels.functions.kernel_functions import ScoreOrigin
+from ..kernels.functions.user_functions import FUNCTION_KINDS
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.nvfp4_format import BLOCK_SCALES, NVFP4, block_scales_of
 from ..kernels.problem_class import (
+    COLUMNS,
     ELEMENT_TYPES,
     GATE_OF_HEADS,
     KV_DESCALES,
     OF_BLOCKS,
+    OUT_GATE,
     CallScalars,
     GradientClass,
+    OptionalTensors,
     ProblemClass,
 )
-from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
+from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS, SequenceTensors
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from ..kernels.small.backward_preprocess import PreprocessClass, PreprocessRows
 from ..kernels.small.combine_config import CombineClass
@@ -144,10 +142,6 @@ def table_rank(name: str) -> int:
     return TABLES[name][0] if name in TABLES else 1
 
 
-def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:
-    return [_ragged_type(name, wide_tree) for name in names]
-
-
 def _ragged_type(name: str, wide_tree: bool) -> Any:
     if name == TREE_WORDS and wide_tree:
         return tensor_type(cutlass.Int64, 2, 2 * WORD)
@@ -160,10 +154,30 @@ def _ragged_type(name: str, wide_tree: bool) -> Any:
 _FUNCTION_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
 
 
-def function_types(problem_class: ProblemClass) -> list[Any]:
-    asked = problem_class.score_mod, problem_class.mask_mod
-    forms = [form.split() for own in asked if own is not None for form in own.tensors]
-    return [tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
+def optional_tensors(tensors: Mapping[str, Any]) -> OptionalTensors | None:
+    """Return the record of tensors by name, None without any: CuTe DSL warns of an empty one. Names
+    are those of the torch operators' arguments, and `COLUMNS`."""
+    if not tensors:
+        return None
+    own, ragged = dict(tensors), SequenceTensors._fields
+    sequences = SequenceTensors(**{name: own.pop(name) for name in ragged if name in own})
+    score, mask = (
+        tuple(own.pop(name) for name in kind.tensors if name in own) for kind in FUNCTION_KINDS
+    )
+    return OptionalTensors(ragged=sequences, score_tensors=score, mask_tensors=mask, **own)
+
+
+def _of_sequences_and_functions(problem_class: ProblemClass) -> dict[str, Any]:
+    """Return types by name: of ragged tensors, and of what functions of the call read."""
+    wide_tree, found = problem_class.wide_tree, {}
+    for name in problem_class.ragged:
+        found[name] = _ragged_type(name, wide_tree)
+    for kind in FUNCTION_KINDS:
+        own = getattr(problem_class, kind.argument)
+        for name, form in zip(kind.tensors, () if own is None else own.tensors):
+            dtype, rank = form.split()
+            found[name] = tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD)
+    return found
 
 
 def row_alignment(bits: int) -> int:
@@ -190,18 +204,18 @@ def compile_arguments(
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     if problem_class.max_logits:
         results = (*results, results[1])
-    optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
-    optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
+    types = _of_sequences_and_functions(problem_class)
+    if problem_class.sink:
+        types["sink"] = vector_type(cutlass.Float32)
     of_blocks = problem_class.descale == OF_BLOCKS
     scale = (cutlass.Int32, SCALE_RANK, TMA_ALIGNMENT) if of_blocks else (cutlass.Float32, 2, 4)
-    optional += [tensor_type(*scale) for _ in problem_class.descales]
-    optional += gate_types(element, problem_class.out_gate)
-    optional += function_types(problem_class)
-    optional += [
-        tensor_type(element, 4, TMA_ALIGNMENT) for _ in block_scales_of(problem_class.kv_dtype)
-    ]
-    optional += [q] if columns else []
-    return q, k, v, results, tuple(optional) or None, scalar_types(scalars), cuda.CUstream(0)
+    types |= {name: tensor_type(*scale) for name in problem_class.descales}
+    if problem_class.out_gate:
+        (types[OUT_GATE],) = gate_types(element, problem_class.out_gate)
+    others = *block_scales_of(problem_class.kv_dtype), *(COLUMNS,) * columns
+    types |= {name: tensor_type(element, 4, TMA_ALIGNMENT) for name in others}
+    optional = optional_tensors(types)
+    return q, k, v, results, optional, scalar_types(scalars), cuda.CUstream(0)
 
 
 def gate_types(element_type: Any, form: str) -> list[Any]:
@@ -241,7 +255,8 @@ def preprocess_compile_arguments(
     if gates:
         gates = [*gates, tensor_type(element, 4, TMA_ALIGNMENT), *gates]
     rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None, *gates)
-    ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
+    types = {name: vector_type(cutlass.Int32) for name in problem_class.ragged}
+    ragged = SequenceTensors(**types) if types else None
     stats = tensor_type(cutlass.Float32, 3, WORD)
     return rows, stats, ragged, scalar_types(scalars), cuda.CUstream(0)
 
@@ -271,10 +286,10 @@ def gradient_compile_arguments(
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
     made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
-    ragged = (*ragged_types(problem.ragged), *function_types(problem)) or None
+    optional = optional_tensors(_of_sequences_and_functions(problem))
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 4, TMA_ALIGNMENT) if has_ds else None
-    return operands, stats, made, ds, ragged, scalar_types(scalars), cuda.CUstream(0)
+    return operands, stats, made, ds, optional, scalar_types(scalars), cuda.CUstream(0)
 
 
 # ---------------------------------------------------------------- new rows, and the tail

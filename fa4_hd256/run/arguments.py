@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +23,16 @@ from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.windows import Reach
 from ..kernels.nvfp4_format import BLOCK_SCALES
-from ..kernels.problem_class import DESCALES, OUT_GATE, TILE_COUNTER, CallScalars, scalar_names
-from .argument_types import SCALE_RANK, TABLES, WORD, row_alignment
+from ..kernels.problem_class import (
+    COLUMNS,
+    DESCALES,
+    OUT_GATE,
+    TILE_COUNTER,
+    CallScalars,
+    OptionalTensors,
+    scalar_names,
+)
+from .argument_types import SCALE_RANK, TABLES, WORD, optional_tensors, row_alignment
 
 # ---------------------------------------------------------------- slots
 
@@ -89,19 +97,17 @@ def aligned_view(tensor: Any, alignment: int) -> Any:
     return tensor
 
 
-def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
-    return [
-        gate_value(tensor)
-        if name == OUT_GATE
-        else aligned_view(tensor, max(_alignment(name, tensor.ndim), tensor.element_size()))
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
+def optional_values(tensors: Mapping[str, Any]) -> OptionalTensors | None:
+    return optional_tensors({name: _optional_value(name, t) for name, t in tensors.items()})
 
 
-def _alignment(name: str, rank: int) -> int:
-    if name in BLOCK_SCALES or name in DESCALES and rank == SCALE_RANK:
-        return TMA_ALIGNMENT
-    return TABLES[name][1] if name in TABLES else WORD
+def _optional_value(name: str, tensor: Any) -> Any:
+    if name == OUT_GATE:
+        return gate_value(tensor)
+    alignment = TABLES[name][1] if name in TABLES else WORD
+    if name in (*BLOCK_SCALES, COLUMNS) or name in DESCALES and tensor.ndim == SCALE_RANK:
+        alignment = TMA_ALIGNMENT
+    return aligned_view(tensor, max(alignment, tensor.element_size()))
 
 
 def gate_value(gate: Any) -> Any:
@@ -156,9 +162,9 @@ class CallTensors:
     v: Any
     out: Any
     lse: Any
-    optional: tuple[Any, ...] = ()
+    #: Those of `OptionalTensors`, by name.
+    optional: Mapping[str, Any] = field(default_factory=dict)
     row_maxima: Any = None
-    columns: Any = None
 
 
 def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu) -> tuple[Any, ...]:
@@ -166,23 +172,21 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu) -> tuple[An
     results: tuple[Any, ...] = _results((tensors.out, tensors.lse))
     if tensors.row_maxima is not None:
         results = (*results, aligned_view(tensors.row_maxima, 4))
-    names = (*(("sink",) if problem.sink else ()), *problem.tables)
-    optional: tuple[Any, ...] = tuple(ragged_values(names, tensors.optional))
-    if tensors.columns is not None:
-        optional = (*optional, aligned_view(tensors.columns, TMA_ALIGNMENT))
     scalars = call_scalars(problem.problem_class, problem, gpu)
-    return q, k, v, results, optional or None, scalars, STREAM
+    return q, k, v, results, optional_values(tensors.optional), scalars, STREAM
 
 
 def combine_call_arguments(
     parts: tuple[Any, Any],
-    results: tuple[Any, ...],
+    results: tuple[Any, Any],
+    gate: Any,
     lists: tuple[Any, ...],
     scalars: CallScalars | None,
 ) -> tuple[Any, ...]:
-    """Return the combining kernel's arguments; each (out, lse), of the results with out's gate."""
+    """Return the combining kernel's arguments. parts, results: (out, lse) each. gate: of out, or
+    None."""
     listed = (tuple(aligned_view(t, 4) for t in lists),) if lists else ()
-    made = *_results(results[:2]), *map(gate_value, results[2:])
+    made = _results(results) if gate is None else (*_results(results), gate_value(gate))
     return _results(parts), made, *listed, scalars, STREAM
 
 

@@ -24,13 +24,14 @@ from ..call.chunks import BackwardDivision, Chunk, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
 from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View, without_expanded_heads
+from ..call.mxfp8_gradients import CODES, SCALES
 from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options
 from ..call.packed_ds import check_begins
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..gpus.devices import Gpu, gpu_of
 from ..kernels.kernel_set import BackwardKernel
-from ..kernels.problem_class import GATE_OF_ELEMENTS, OUT_GATE
+from ..kernels.problem_class import GATE_OF_ELEMENTS, OF_BLOCKS, OUT_GATE
 from .backward_arguments import (
     TABLE_RANK,
     GradientTensors,
@@ -156,29 +157,39 @@ def add_division(
 ) -> dict[str, View]:
     """Add the launches of a divided backward; return what they write, by name. wanted: gradients
     that kernels make. has_batch: whether q, k and v, and so their gradients, have the batch of
-    packed sequences. views: as of `BackwardWork.views`."""
+    packed sequences. views: as of `BackwardWork.views`, in mxfp8 of `Mxfp8BackwardTensors`."""
     problem = division.problem
     made = memory_of(builder, division, wanted, has_batch)
-    operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
+    dout = builder.operand(views["dout"])
     if not problem.has_no_queries:
         gates: tuple[View, ...] = ()
         if problem.forward.out_gate:
             gates = gate_operand(builder, views[OUT_GATE]), made[DO], made[DGATE]
         rows = PreprocessTensors(
             builder.operand(views["out"]),
-            operands["dout"],
+            dout,
             builder.rows(views["lse"]),
             builder.rows(views["dlse"]) if "dlse" in views else None,
             made[STATS],
-            tuple(views[name] for name in problem.preprocess_class.ragged),
+            views,
             gates,
         )
         add_preprocess(builder, problem, rows)
-        if gates:
-            operands["dout"] = made[DO]
     if not problem.has_no_queries and not problem.has_no_keys:
+        operands = _operands(builder, problem, views, made.get(DO, dout))
         add_gradients(builder, division, config, gpu, operands, views, made)
     return made
+
+
+def _operands(
+    builder: PlanBuilder, problem: BackwardProblem, views: Mapping[str, View], dout: View
+) -> tuple[View, ...]:
+    """Return `GradientTensors.operands` as kernels read them. dout: read so."""
+    if not problem.is_mxfp8:
+        return *(builder.operand(views[name]) for name in "qkv"), dout
+    # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
+    codes = (builder.operand(views[name]).view(problem.forward.dtype) for name in CODES)
+    return *codes, *(builder.scale(views[name], OF_BLOCKS) for name in SCALES)
 
 
 def smaller_plan(
@@ -293,34 +304,30 @@ def add_gradients(
     division: BackwardDivision,
     config: Any,
     gpu: Gpu,
-    operands: Mapping[str, View],
+    operands: tuple[View, ...],
     views: Mapping[str, View],
     made: Mapping[str, View],
 ) -> None:
-    """Fill the gradients. operands: those of the GEMMs as kernels read them. views: all tensors of
-    the call. made: of `memory_of`."""
+    """Fill the gradients. views: all tensors of the call. made: of `memory_of`."""
     whole = division.problem
     specs = backward_specs(whole, config)
     results = {name: made[_written(whole, name)] for name in ("dq", *OF_KEYS) if name in made}
-    ragged = tuple(views[name] for name in whole.forward.ragged)
-    of_functions = tuple(builder.dense(views[name]) for name in whole.forward.function_tensors)
-    given = GradientTensors(
-        tuple(operands.values()), made[STATS], (), ragged, made.get(DS), of_functions
-    )
+    ragged = {name: views[name] for name in whole.forward.ragged}
+    read = {name: builder.dense(views[name]) for name in whole.forward.function_tensors}
+    given = GradientTensors(operands, made[STATS], (), {}, made.get(DS))
     scratch = _scratch(builder, division)
     for number, chunk in enumerate(division.chunks):
-        lists = tuple(_lists(builder, chunk, number, view) for view in ragged)
-        of_chunk = replace(given, ragged=lists)
+        lists = {name: _lists(builder, chunk, number, view) for name, view in ragged.items()}
+        of_chunk = replace(given, optional=lists | read)
         for kernel in _kernels(whole):
             if set(kernel.results) <= set(results):
                 written = tuple(results[name] for name in kernel.results)
                 own = replace(of_chunk, results=written).of(chunk, kernel.results)
                 spec = specs[kernel.name]
                 _add_kernel(builder, kernel, spec, chunk.problem, gpu, own, scratch)
-    tables = dict(zip(whole.forward.ragged, ragged, strict=True))
     packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
     lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
-    add_tail(builder, whole.forward, packed, None, tables, lengths)
+    add_tail(builder, whole.forward, packed, None, ragged, *lengths)
     if whole.sums and OF_KEYS[0] in made:
         parts, sums = (tuple(of[name] for name in OF_KEYS) for of in (results, made))
         builder.launch(sum_spec(whole), sum_call_arguments(parts, sums))
@@ -389,8 +396,7 @@ def _add_kernel(
         if name != "dq" and unused:
             written[index] = begin_of(unused.pop(), problem.dkdv_shape)
             sums.append((tensors.results[index], written[index]))
-    read = tensors.of_functions if kernel.computes_scores else ()
-    own = replace(tensors, results=tuple(written), of_functions=read)
+    own = replace(tensors, results=tuple(written))
     builder.launch(spec, gradient_call_arguments(own, problem, gpu))
     for total, part in sums:
         _add_sum(builder, total, part)

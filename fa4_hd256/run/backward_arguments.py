@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..call.backward_problem import BackwardProblem
@@ -12,10 +13,10 @@ from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
 from ..kernels.block_scales import ATOM_ROWS, MXFP8_GRADIENT_OPERANDS
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
-from ..kernels.rows.sequences import PADDING
+from ..kernels.rows.sequences import PADDING, SequenceTensors
 from ..kernels.small.backward_preprocess import PreprocessRows
 from .argument_types import SCALE_RANK, WORD
-from .arguments import STREAM, aligned_view, call_scalars, gate_value, ragged_values
+from .arguments import STREAM, aligned_view, call_scalars, gate_value, optional_values
 
 
 def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
@@ -42,7 +43,8 @@ class PreprocessTensors:
     lse: Any
     dlse: Any
     stats: Any
-    ragged: tuple[Any, ...] = ()
+    #: By name.
+    ragged: Mapping[str, Any] = field(default_factory=dict)
     gates: tuple[Any, ...] = ()
 
 
@@ -56,7 +58,10 @@ def preprocess_call_arguments(
         None if tensors.dlse is None else _row_values(tensors.dlse),
         *map(gate_value, tensors.gates),
     )
-    ragged = tuple(aligned_view(tensor, WORD) for tensor in tensors.ragged) or None
+    own = {
+        name: aligned_view(tensors.ragged[name], WORD) for name in problem.preprocess_class.ragged
+    }
+    ragged = SequenceTensors(**own) if own else None
     stats = aligned_view(tensors.stats, WORD)
     scalars = call_scalars(problem.preprocess_class, problem.forward, gpu, problem)
     return rows, stats, ragged, scalars, STREAM
@@ -74,19 +79,17 @@ def _row_values(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class GradientTensors:
-    """Views of the tensors of one call of a kernel that makes gradients.
+    """Views of the tensors of one call of a kernel that makes gradients."""
 
-    operands: q, k, v, dout; in mxfp8 the codes, then the scales of `MXFP8_GRADIENT_OPERANDS`.
-    results: in the order of the kernel (`kernel_set.BackwardKernel`).
-    ds: None where it is not stored. of_functions: what functions of the call read.
-    """
-
+    #: q, k, v, dout; in mxfp8 the codes, then the scales of `MXFP8_GRADIENT_OPERANDS`.
     operands: tuple[Any, ...]
     stats: Any
+    #: In the order of the kernel (`kernel_set.BackwardKernel`).
     results: tuple[Any, ...]
-    ragged: tuple[Any, ...] = ()
+    #: Those of `OptionalTensors`, by name; a kernel gets what its problem class requests of them.
+    optional: Mapping[str, Any] = field(default_factory=dict)
+    #: None where it is not stored.
     ds: Any = None
-    of_functions: tuple[Any, ...] = ()
 
     def of(self, chunk: Chunk, names: tuple[str, ...]) -> GradientTensors:
         """Views of a chunk but for its lists; dS is the start of a one-dimensional `ds`."""
@@ -136,9 +139,8 @@ class GradientTensors:
                 of_queries(tensor) if name == "dq" else of_keys(tensor)
                 for name, tensor in zip(names, self.results, strict=True)
             ),
-            self.ragged,
+            self.optional,
             None if self.ds is None else begin_of(self.ds, chunk.problem.ds_shape),
-            self.of_functions,
         )
 
 
@@ -161,13 +163,13 @@ def gradient_call_arguments(
     tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu
 ) -> tuple[Any, ...]:
     forward = problem.forward
-    names = (*forward.ragged, *forward.function_tensors)
+    names = *forward.ragged, *forward.function_tensors
     return (
         tuple(aligned_view(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         aligned_view(tensors.stats, TMA_ALIGNMENT),
         tuple(aligned_view(tensor, SECTOR_BYTES) for tensor in tensors.results),
         None if tensors.ds is None else aligned_view(tensors.ds, TMA_ALIGNMENT),
-        tuple(ragged_values(names, (*tensors.ragged, *tensors.of_functions))) or None,
+        optional_values({name: tensors.optional[name] for name in names}),
         call_scalars(problem.dkdv_class, forward, gpu, problem),
         STREAM,
     )

@@ -21,15 +21,15 @@ from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors, ForwardValues
 from ..call.options import BY_RULE, Options
-from ..call.part_lists import check_list
+from ..call.scheduler_metadata import check_list
 from ..gpus.devices import Gpu, gpu_of
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.nvfp4_format import BLOCK_SCALES
-from ..kernels.problem_class import OUT_GATE
-from ..kernels.rows.sequences import PART_LIST
+from ..kernels.problem_class import COLUMNS, OUT_GATE
+from ..kernels.rows.sequences import SCHEDULER_METADATA
 from .arguments import (
     LARGEST_LENGTH,
     CallTensors,
@@ -135,8 +135,8 @@ def add_forward(
     gpu = gpu_of(problem.device)
     problems = divide_forward(problem, num_splits, gpu)
     if problems[-1].lists_splits:
-        assert tensors.part_list is not None, "lists_splits says so"
-        check_list(tensors.part_list, problems[-1])
+        assert tensors.scheduler_metadata is not None, "lists_splits says so"
+        check_list(tensors.scheduler_metadata, problems[-1])
     check_grid(problem, problems)
     check_pages_on_gpu(tensors.q, tensors.k, tensors.others(), problem.options.window)
     return add_launches(builder, problems, views, gpu, has_batch)
@@ -164,14 +164,12 @@ def add_launches(
     of_bytes = (last.q_dtype is not None) * "q" + (last.kv_dtype is not None) * "kv"
     operands |= {name: operands[name].view(last.dtype) for name in of_bytes}
     tables = _tables(builder, last, views)
-    sink = (_sink(builder, views["sink"]),) if last.sink else ()
     is_combined = last.out_gate and last.num_splits > 1
-    gate = (gate_operand(builder, views[OUT_GATE]),) if is_combined else ()
+    gate = gate_operand(builder, views[OUT_GATE]) if is_combined else None
     for problem in problems:
-        _add_launch(builder, problem, gpu, operands, results, sink, tables, gate)
+        _add_launch(builder, problem, gpu, operands, results, tables, gate)
     named = [("q", results["out"])]
-    offsets = dict(zip(last.tables, tables, strict=True))
-    add_tail(builder, last, named, results["lse"], offsets, (rows_k, LARGEST_LENGTH, 0))
+    add_tail(builder, last, named, results["lse"], tables, rows_k, LARGEST_LENGTH)
     return _finished(builder, last, results)
 
 
@@ -181,13 +179,11 @@ def _add_launch(
     gpu: Gpu,
     operands: Mapping[str, View],
     results: Mapping[str, View],
-    sink: tuple[View, ...],
-    tables: tuple[View, ...],
-    gate: tuple[View, ...],
+    tables: Mapping[str, View],
+    gate: View | None,
 ) -> None:
     """Launch the forward on the queries of a problem, and the combining kernel where their keys are
-    split. sink: empty without one. tables: of `Problem.tables`. gate: that the combining kernel
-    has, or empty."""
+    split. tables: of `_tables`. gate: that the combining kernel has, or None."""
     first, count = problem.first_query, problem.q_shape[1]
     q, out, lse = operands["q"], results["out"], results["lse"]
     if count < q.shape[1]:
@@ -196,37 +192,35 @@ def _add_launch(
     written = out, lse
     if problem.num_splits > 1:
         written = split_results(problem, results[SPLITS])
-    spec, columns = forward_spec(problem, gpu, problem.config), None
+    spec, optional = forward_spec(problem, gpu, problem.config), dict(tables)
     if spec.config.tiles.takes_columns:
         batch, keys, heads, _ = operands["v"].shape
         shape = batch * -(-keys // spec.config.block_kv), heads, HEAD_DIM, spec.config.block_kv // 2
-        columns = builder.allocate("columns", shape, problem.dtype)
+        optional[COLUMNS] = builder.allocate(COLUMNS, shape, problem.dtype)
     tensors = CallTensors(
-        q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA),
-        columns,
-    )  # fmt: skip
+        q, operands["k"], operands["v"], *written, optional, results.get(ROW_MAXIMA)
+    )
     builder.launch(spec, call_arguments(tensors, problem, gpu))
     if problem.num_splits > 1:
-        given = dict(zip(problem.tables, tables, strict=True))
-        add_combine(builder, problem, written, (out, lse), given, gate)
+        add_combine(builder, problem, written, (out, lse), tables, gate)
 
 
 def add_combine(
     builder: PlanBuilder,
     problem: Problem,
     parts: tuple[View, View],
-    results: tuple[View, ...],
+    results: tuple[View, View],
     tables: Mapping[str, View],
-    gate: tuple[View, ...] = (),
+    gate: View | None = None,
 ) -> None:
-    """Fill results from those of splits, each (out, lse). tables: by name, those of listed parts
-    among them. gate: of out, or empty."""
+    """Fill results from those of splits, each (out, lse). tables: by name, the scheduler metadata
+    among them. gate: of out, or None."""
     lists: tuple[View, ...] = ()
     if problem.lists_splits:
-        lists = tuple(tables[n] for n in (PART_LIST, "cu_seqlens_q") if n in tables)
+        lists = tuple(tables[n] for n in (SCHEDULER_METADATA, "cu_seqlens_q") if n in tables)
     spec = combine_spec(problem)
     scalars = call_scalars(spec.problem_class, problem, gpu_of(problem.device))
-    builder.launch(spec, combine_call_arguments(parts, (*results, *gate), lists, scalars))
+    builder.launch(spec, combine_call_arguments(parts, results, gate, lists, scalars))
 
 
 # ---------------------------------------------------------------- memory
@@ -304,8 +298,9 @@ def split_results(problem: Problem, both: Any) -> tuple[Any, Any]:
 # ---------------------------------------------------------------- what kernels read
 
 
-def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -> tuple[View, ...]:
-    found = []
+def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -> dict[str, View]:
+    """Return what the kernel gets beside operands and results, by name."""
+    found = {}
     for name in problem.tables:
         view = views[name]
         if name in problem.scales:
@@ -318,8 +313,10 @@ def _tables(builder: PlanBuilder, problem: Problem, views: Mapping[str, View]) -
             view = gate_operand(builder, view)
         elif view.ndim > 1:
             view = builder.table(view)
-        found.append(view)
-    return tuple(found)
+        found[name] = view
+    if problem.sink:
+        found["sink"] = _sink(builder, views["sink"])
+    return found
 
 
 def gate_operand(builder: PlanBuilder, gate: View) -> View:

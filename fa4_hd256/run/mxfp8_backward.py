@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import environment
 from ..call import named_configs
-from ..call.chunks import BackwardDivision, divide
+from ..call.chunks import divide
 from ..call.memory import View
-from ..call.mxfp8_gradients import CODES, SCALES, Mxfp8BackwardTensors, check_division, described
+from ..call.mxfp8_gradients import Mxfp8BackwardTensors, check_division, described
 from ..call.operator_arguments import ForwardValues
 from ..call.options import Options
-from ..gpus.devices import Gpu, gpu_of
+from ..gpus.devices import gpu_of
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
-from ..kernels.problem_class import OF_BLOCKS
-from .backward import STATS, Wanted, add_gradients, add_preprocess, memory_of, results_of
-from .backward_arguments import PreprocessTensors
+from .backward import Wanted, add_division, results_of
 from .plan import LaunchPlan, PlanBuilder
 
 #: Gradients of q, k and v, always all: none of these kernels makes a single one.
@@ -61,37 +59,5 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
     check_division(division)
     named = batched._asdict().items()
     views = {name: View.of(name, tensor) for name, tensor in named if tensor is not None}
-    made = add_division(builder, division, has_batch, views, config, gpu)
+    made = add_division(builder, division, WANTED, has_batch, views, config, gpu)
     return builder.plan(*results_of(builder, WANTED, made, views)[:3])
-
-
-def add_division(
-    builder: PlanBuilder,
-    division: BackwardDivision,
-    has_batch: Mapping[str, bool],
-    views: Mapping[str, View],
-    config: Any,
-    gpu: Gpu,
-) -> dict[str, View]:
-    """Add the launches of a divided backward; return what they write, by name. has_batch: as
-    of `backward.add_division`. views: of `Mxfp8BackwardTensors`, packed sequences with a batch
-    of 1."""
-    problem = division.problem
-    made = memory_of(builder, division, WANTED, has_batch)
-    if not problem.has_no_queries:
-        rows = PreprocessTensors(
-            builder.operand(views["out"]),
-            builder.operand(views["dout"]),
-            builder.rows(views["lse"]),
-            builder.rows(views["dlse"]) if "dlse" in views else None,
-            made[STATS],
-            tuple(views[name] for name in problem.preprocess_class.ragged),
-        )
-        add_preprocess(builder, problem, rows)
-    if not problem.has_no_queries and not problem.has_no_keys:
-        # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
-        dtype = problem.forward.dtype
-        operands = {name: builder.operand(views[name]).view(dtype) for name in CODES}
-        operands |= {name: builder.scale(views[name], OF_BLOCKS) for name in SCALES}
-        add_gradients(builder, division, config, gpu, operands, views, made)
-    return made

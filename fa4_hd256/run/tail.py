@@ -42,13 +42,15 @@ def add_tail(
     results: Sequence[tuple[str, View]],
     lse: View | None,
     tables: Mapping[str, View],
-    lengths: tuple[int, int, int],
+    rows_k: int,
+    longest_k: int,
+    ds_tiles: int = 0,
 ) -> None:
     """Fill rows of results that belong to no sequence with zeros, those of lse with -inf; and all
     rows with NaN where lengths on the device contradict the call.
 
     results: (side, view) of each. lse: of the first, None without one. tables: ragged tensors by
-    name. lengths: rows of k, the most keys that a sequence may have, and tiles of dS.
+    name. rows_k, longest_k, ds_tiles: as of `TailBounds`.
     """
     finished = sides_of(problem.ragged)
     results = [one for one in results if one[0] in finished]
@@ -60,7 +62,6 @@ def add_tail(
     # Rows as words of 32 bits, whatever their dtype.
     words = tuple(view.view(torch.int32) for _, view in results)
     tensors = TailTensors(words, lse, **offsets, **begins)
-    rows_k, longest_k, ds_tiles = lengths
     unseen_queries, unseen_keys, window = Reach.of(problem.options.window)
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     # Rows past those in use may be any number.

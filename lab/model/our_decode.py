@@ -201,7 +201,8 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
     compiled = compile_kernel(KernelSpec(problem.tiles.kind, config, problem.problem_class))
     out, lse = empty_results(problem, parts=sample.parts > 1)
     # Kernels take bytes in twos.
-    optional = *(ragged[name] for name in problem.ragged), *(one.view(q.dtype) for one in scales)
+    optional = {name: ragged[name] for name in problem.ragged}
+    optional |= zip(BLOCK_SCALES, (one.view(q.dtype) for one in scales))
     if variant.e4m3 or variant.nvfp4:
         k, v = (tensor.view(q.dtype) for tensor in (k, v))
     given = CallTensors(q, k, v, out, lse, optional)

@@ -377,31 +377,30 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     problem = Problem.describe(tensors[:3], options, None, ragged, limits[0], limits[1], config)
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
-        given = [ragged[name] for name in problem.ragged]
-        given += [words_of(ragged[name], name) for name in problem.scales]
-        return forward_call(variant, problem, tensors, tuple(given))
-    return backward_call(variant, problem, tensors, tuple(ragged.values()))
+        given = {name: ragged[name] for name in problem.ragged}
+        given |= {name: words_of(ragged[name], name) for name in problem.scales}
+        return forward_call(variant, problem, tensors, given)
+    return backward_call(variant, problem, tensors, ragged)
 
 
 def forward_call(
-    variant: Variant, problem: Problem, tensors: Any, ragged: tuple
+    variant: Variant, problem: Problem, tensors: Any, optional: dict[str, torch.Tensor]
 ) -> tuple[Any, tuple]:
-    """Return (compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first;
-    ragged: those of the problem, in its order."""
+    """Return (compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first."""
     config: Any = variant.config or ForwardConfig()
     compiled = compile_kernel(KernelSpec(config.tiles.kind, config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)
     # Kernels take e4m3 in twos, as elements of 16 bits.
     (q, k, v), (out, lse) = (one.view(problem.dtype) for one in tensors[:3]), results
-    given = CallTensors(q, k, v, out, lse, ragged)
+    given = CallTensors(q, k, v, out, lse, optional)
     return compiled, launch_values(call_arguments(given, problem, ONE_PAIR))
 
 
 def backward_call(
-    variant: Variant, forward: Problem, tensors: Any, ragged: tuple
+    variant: Variant, forward: Problem, tensors: Any, ragged: dict[str, torch.Tensor]
 ) -> tuple[Any, tuple]:
     """Return (compiled kernel, arguments of a call on one CTA pair). forward: the call whose
-    gradients they are; tensors: q, k, v, dout; ragged: those of that call, in its order."""
+    gradients they are; tensors: q, k, v, dout; ragged: those of that call, by name."""
     (q, k, *_), which = tensors, variant.kernel
     name, head_parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
     keeps = name in ("dv", "products")

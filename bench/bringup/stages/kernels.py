@@ -276,7 +276,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     given = BackwardTensors(dout, None, q, k, v, out, lse)
     problem = BackwardProblem.describe(given, Options.check(None, False, (None, None), 0.0))
     stats = empty_stats(problem)
-    run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))
+    run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats))
     rows = call.lengths[0]
     got = stats[:, 0, :rows].double().cpu()
     delta = (out.double() * dout.double()).sum(3)[0, :, 0].cpu()

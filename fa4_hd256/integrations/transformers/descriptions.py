@@ -70,6 +70,14 @@ def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
     return offsets.to(_PACKED).expand(*_codes(window), longest, -1)
 
 
+def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return (offsets int32, the longest sequence) of packed sequences; waits for the device.
+    begins: (batch, seqlen) bool, True where a sequence begins."""
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).int()
+    return offsets, int(offsets.diff().max())
+
+
 def uncounted(window: Window, begins: torch.Tensor) -> torch.Tensor:
     """Return the description of packed sequences by their first rows; begins: (batch, seqlen)
     bool."""

@@ -22,6 +22,7 @@ from ...masks import from_dense
 from ...metadata import get_backward_metadata
 from ...package_name import NAMESPACE
 from ..given_results import backward_config_of, gradients_of_results
+from .descriptions import offsets_of
 
 #: Stands for None among an operator's ints.
 _NONE = -1
@@ -36,15 +37,8 @@ def tiles_of(dense: torch.Tensor) -> TileMask:
 
 
 def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return (offsets int32, the longest sequence) of packed sequences, cached. The first call
-    waits for the device. begins: (batch, seqlen) bool, True where a sequence begins."""
-
-    def count() -> tuple[torch.Tensor, int]:
-        starts = begins.flatten().nonzero().flatten()
-        offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).int()
-        return offsets, int(offsets.diff().max())
-
-    offsets, longest = _counts.made(begins, count)
+    """Return `offsets_of`, cached."""
+    offsets, longest = _counts.made(begins, lambda: offsets_of(begins))
     return offsets, longest
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..warnings_once import warn_once
-from .descriptions import Window, packed, padded, unbounded, uncounted, whole
+from .descriptions import Window, offsets_of, packed, padded, unbounded, uncounted, whole
 from .patterns import Band, band_of
 
 
@@ -221,9 +221,7 @@ def _packed(band: Band, request: _Request) -> torch.Tensor:
         return uncounted(window, begins) if lengths.q_length > 1 else whole(window, request.device)
     if not counts_up:
         return _dense("packed sequences", request)
-    starts = begins.flatten().nonzero().flatten()
-    offsets = torch.cat((starts, starts.new_tensor([ids.numel()])))
-    return packed(window, offsets, int(offsets.diff().max()))
+    return packed(window, *offsets_of(begins))
 
 
 def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:

@@ -28,8 +28,8 @@ from ..context import KernelContext, KernelParts
 from ..functions.kernel_functions import KernelFunctions, ScoreChange, ScorePlaces
 from ..limits import SECTOR_BYTES
 from ..operands import TmaTensor, smem_layout
-from ..problem_class import CallScalars, ProblemClass
-from ..rows.sequences import by_sequence, clipped_view, sequence_tensors
+from ..problem_class import CallScalars, OptionalTensors, ProblemClass
+from ..rows.sequences import SequenceTensors, by_sequence, clipped_view
 
 
 class SlopedChange(ScoreChange):
@@ -81,23 +81,20 @@ class GradientFunctions(KernelFunctions):
 
 
 class BackwardKernelTensors(NamedTuple):
-    """Tensors that a gradient kernel reads and writes.
+    """Tensors that a gradient kernel reads and writes."""
 
-    loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
-    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32: -LSE
-    log2(e), then -delta, of each query row (`Sequences.padded_query_offset`). results: (seqlen,
-    256, heads, batch) each.  ds: see `backward.ds_tiles`, None where it is not stored.
-    """
-
+    #: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
+    #: ragged sequences of a `clipped_view` of it.
     loads: tuple[TmaTensor, ...]
+    #: (2, heads, padded rows) float32: -LSE log2(e), then -delta, of each query row
+    #: (`Sequences.padded_query_offset`).
     stats: cute.Tensor
+    #: (seqlen, 256, heads, batch) each.
     results: tuple[cute.Tensor, ...]
+    #: See `backward.ds_tiles`; None where it is not stored.
     ds: Any
-    ragged: Any
-
-    @property
-    def optional(self) -> Any:
-        return self.ragged
+    #: Ragged tensors, and what functions of the call read.
+    optional: OptionalTensors
 
 
 @dataclass(frozen=True)
@@ -139,26 +136,22 @@ class BackwardEntry:
         stats: cute.Tensor,
         results: tuple[cute.Tensor, ...],
         ds: Any,
-        ragged: Any,
+        optional: OptionalTensors | None,
         scalars: CallScalars,
         stream: Any,
     ):
-        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
-        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.
-        stats: see `BackwardKernelTensors`.  results: of dq, dk and dv those that the kernel makes;
-        dk and dv have heads_kv * head_parts heads.  Last stride 1, other strides multiples of 16
-        bytes, of results 32.  ds: see `backward.ds_tiles`, None where it is not stored.  ragged: a
-        tuple of tensors in the order of `problem_class.ragged`, then what functions of the call
-        read, None if there are none.
-        """
+        """Launch.  Arguments: `run.argument_types`, NOTE [arguments of the backward].  Last stride
+        1, other strides multiples of 16 bytes, of results 32."""
+        optional = OptionalTensors() if optional is None else optional
+        sequences = optional.ragged
         operands = self.operand_views(operands)
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
         q, k = operands[:2]
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
-        batch = sequence_tensors(self.problem_class, ragged).num_batches(q)
-        problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
+        batch = sequences.num_batches(q)
+        problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), sequences)
         loads = self.tma_tensors(operands, ds)
-        tensors = BackwardKernelTensors(loads, stats, results, ds, ragged)
+        tensors = BackwardKernelTensors(loads, stats, results, ds, optional)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
@@ -169,18 +162,17 @@ class BackwardEntry:
             min_blocks_per_mp=1,
         )
 
-    def ragged(self, tensors: BackwardKernelTensors) -> Any:
-        return tensors.ragged
-
     def _in_a_row(
-        self, problem: TileProblem, operands: tuple[cute.Tensor, ...], ragged: Any
+        self,
+        problem: TileProblem,
+        operands: tuple[cute.Tensor, ...],
+        sequences: SequenceTensors,
     ) -> TileProblem:
         """The problem; packed sequences with blocks in a row have tiles of rows of one operand."""
         if self.rows_of is None:
             return problem
         side = "qk".index(self.rows_of)
-        tensors = sequence_tensors(self.problem_class, ragged)
-        offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)[side]
+        offsets = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)[side]
         if offsets is None:
             return problem
         blocks = PackedBlocks(offsets, self.plan.tile_rows)

@@ -28,14 +28,13 @@ from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import TmaTensor, smem_layout
-from ..problem_class import CallScalars, query_rows
+from ..problem_class import CallScalars, OptionalTensors, query_rows
 from ..rows.output_gate import by_rows
 from ..rows.sequences import (
     by_packed_heads,
     by_sequence,
     clipped_at_start,
     clipped_view,
-    sequence_tensors,
 )
 from .context import ForwardContext as Context
 from .context import ForwardKernelTensors
@@ -87,22 +86,13 @@ class ForwardCommon:
         k: cute.Tensor,
         v: cute.Tensor,
         results: tuple[cute.Tensor, ...],
-        optional: Any,
+        optional: OptionalTensors | None,
         scalars: CallScalars,
         stream: Any,
     ):
-        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), each
-        with 128 elements of single bytes in twos, in NVFP4 k and v with 64;
-        results: out (batch, seqlen_q, heads, 256), and lse (batch, heads, seqlen_q) float32; packed
-        sequences have a batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).
-        With split keys out is float32, and of each batch entry of q the results have one for each
-        part.  With `max_logits` the row maxima, like lse, are the third result.
-
-        optional: a tuple of what the problem class requests, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales that
-        `ProblemClass.descales` names, (entries, heads_kv) float32, then the gate of the result,
-        then what functions of the call read, then the block scales of k and v in NVFP4.
-        """
+        """Launch.  Arguments: `run.argument_types`, NOTE [arguments of the forward].  Last stride
+        1, other strides multiples of 16 bytes (lse: any)."""
+        optional = OptionalTensors() if optional is None else optional
         out, lse = results[:2]
         of_q, of_kv = (HEAD_DIM * size // ELEMENT_BYTES for size in (self.q_bytes, self.kv_bytes))
         keys = (by_sequence(t, columns=of_kv) for t in (k, v))
@@ -123,42 +113,27 @@ class ForwardCommon:
             min_blocks_per_mp=1,
         )
 
-    def launch_before(self, operands: tuple[cute.Tensor, ...], optional: Any, stream: Any) -> None:
+    def launch_before(
+        self, operands: tuple[cute.Tensor, ...], optional: OptionalTensors, stream: Any
+    ) -> None:
         """Launch what the kernel needs to have run: nothing.  Arguments as of `tile_problem`."""
-
-    def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
-        requested, problem = tuple(optional or ()), self.problem_class
-        sink, ragged = (requested[0], requested[1:]) if problem.sink else (None, requested)
-        return sink, ragged[: len(problem.ragged)]
-
-    def descales(self, optional: Any) -> dict[str, Any]:
-        names = self.problem_class.descales
-        first = self.problem_class.sink + len(self.problem_class.ragged)
-        given = tuple(optional or ())[first : first + len(names)]
-        return dict(zip(names, given, strict=True))
-
-    def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
-        return self.sink_and_ragged(tensors.optional)[1]
 
     def context_fields(
         self, tensors: ForwardKernelTensors, sizes: tuple[Int32, ...]
     ) -> dict[str, Any]:
-        sink, _ = self.sink_and_ragged(tensors.optional)
-        num_splits = sizes[3] if self.problem_class.split else None
-        scales = self.descales(tensors.optional)
-        form = self.problem_class.out_gate
-        gate = by_rows(form, self._out_gate(tensors.optional)) if form else None
-        gates = {"out_gate": gate, "gate_form": form}
-        return {"sink": sink, "num_splits": num_splits, **scales, **gates}
-
-    def _out_gate(self, optional: Any) -> cute.Tensor:
-        problem = self.problem_class
-        before = problem.sink + len(problem.ragged) + len(problem.descales)
-        gate: cute.Tensor = tuple(optional)[before]
-        return gate
+        optional, form = tensors.optional, self.problem_class.out_gate
+        return {
+            "sink": optional.sink,
+            "num_splits": sizes[3] if self.problem_class.split else None,
+            "q_descale": optional.q_descale,
+            "k_descale": optional.k_descale,
+            "v_descale": optional.v_descale,
+            "out_gate": by_rows(form, optional.out_gate) if form else None,
+            "gate_form": form,
+        }
 
     def tile_problem(
-        self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any
+        self, operands: tuple[cute.Tensor, ...], optional: OptionalTensors, scalars: Any
     ) -> tuple[tuple[Int32, ...], TileProblem]:
         """Return (sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them)
         for each KV head, and with split keys their number. operands: q, k, v, out by (seqlen, 256,
@@ -167,14 +142,13 @@ class ForwardCommon:
         # Heads, or groups of them, that have tiles of their own.
         heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
         heads_per_kv = heads // cute.size(k, mode=[2])
-        _, ragged = self.sink_and_ragged(optional)
-        sequences = sequence_tensors(self.problem_class, ragged)
+        sequences = optional.ragged
         batch = sequences.num_batches(q)
         seqlen_k = self.keys.count(sequences, cute.size(k, mode=[0]))
         sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
         if cutlass.const_expr(self.problem_class.split):
             num_splits = cute.size(out, mode=[3])
-            if cutlass.const_expr(sequences.part_list is None):
+            if cutlass.const_expr(sequences.scheduler_metadata is None):
                 num_splits = num_splits // cute.size(q, mode=[3])
                 batch = batch * num_splits
             else:

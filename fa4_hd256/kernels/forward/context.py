@@ -13,8 +13,9 @@ from ...schedulers.protocol import WorkTile
 from ..context import KernelContext
 from ..mask.masking import KvSplit
 from ..operands import TmaTensor
+from ..problem_class import OptionalTensors
 from ..rows.output_gate import row_of_gate
-from ..rows.part_list import PartList
+from ..rows.scheduler_metadata import SchedulerMetadata
 from ..rows.sequences import Sequence, scale_of
 
 
@@ -32,8 +33,7 @@ class ForwardKernelTensors(NamedTuple):
     out: cute.Tensor
     #: (batch, heads, seqlen) float32; with split keys a batch entry for each KV split.
     lse: cute.Tensor
-    #: Tensors that the problem class requests, in the order of `ForwardCommon.__call__`.
-    optional: Any
+    optional: OptionalTensors
     #: The greatest logit of each query, like `lse`; None unless the problem class has `max_logits`.
     row_maxima: cute.Tensor | None = None
     #: Gate of the result, like `q`, where TMA loads it.
@@ -64,10 +64,10 @@ class ForwardContext(KernelContext):
     gate_form: str = ""
 
     @property
-    def listed(self) -> PartList | None:
+    def listed(self) -> SchedulerMetadata | None:
         """The list of all parts, None where each batch entry has as many."""
-        words = self.sequences.tensors.part_list
-        return None if words is None else PartList(words, self.num_splits)
+        words = self.sequences.tensors.scheduler_metadata
+        return None if words is None else SchedulerMetadata(words, self.num_splits)
 
     def batch(self, work: WorkTile) -> Int32:
         if self.num_splits is None:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ..limits import HEAD_DIM, WARP_SIZE
-from ..nvfp4_format import NVFP4_BLOCK
+from ..nvfp4_format import BLOCK_SCALES, NVFP4_BLOCK
 from ..operands import ROW_BYTES
 from ..rows.lanes import PIECE_BYTES, copy_row
 from ..rows.sequences import by_sequence
@@ -30,12 +30,13 @@ def with_block_scales(
     kernel: Any, tensors: ForwardKernelTensors, load: Any, rows: int
 ) -> ForwardKernelTensors:
     """Return the tensors with the block scales as the kernel loads them.  rows: of a tile."""
-    *others, k_scales, v_scales = tensors.optional
-    found = [by_sequence(scales, columns=SCALE_COLUMNS) for scales in (k_scales, v_scales)]
+    scales = tensors.optional.k_block_scale, tensors.optional.v_block_scale
+    found = [by_sequence(one, columns=SCALE_COLUMNS) for one in scales]
     if not kernel.gathers:
         box = load, rows, SCALE_COLUMNS
         found = [kernel.tma_tensor(name, view, box) for name, view in zip("kv", found, strict=True)]
-    return tensors._replace(optional=(*others, *found))
+    loaded = dict(zip(BLOCK_SCALES, found, strict=True))
+    return tensors._replace(optional=tensors.optional._replace(**loaded))
 
 
 def copy_scales(source: cute.Tensor, buffer: cute.Pointer, tile: Any, head: Int32) -> None:

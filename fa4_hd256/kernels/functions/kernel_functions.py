@@ -233,9 +233,8 @@ def _as_it_is(word: Uint32) -> Uint32:
 
 @dataclass(frozen=True)
 class KernelFunctions(SharedByReference):
-    """Functions of a kernel that computes scores. What its score_mod reads, then what its mask_mod
-    does, lies behind all others of the `optional` tensors of the kernel. score_mod, mask_mod: the
-    user's, None without one."""
+    """Functions of a kernel that computes scores. score_mod, mask_mod: the user's, None without
+    one."""
 
     problem_class: Any
     score_mod: Functions | None
@@ -259,25 +258,27 @@ class KernelFunctions(SharedByReference):
         """Return the `ScorePlaces` of a tile, None where no change depends on these."""
         if not self.change.by_place:
             return None
-        return self._places_for(context, work, locate, keys_exist, 0)
+        own = context.tensors.optional.score_tensors
+        return self._places_for(context, work, locate, keys_exist, own)
 
     def mask_places(self, context: Context, work: Any, locate: Locate) -> ScorePlaces:
-        return self._places_for(context, work, locate, False, 1)
+        own = context.tensors.optional.mask_tensors
+        return self._places_for(context, work, locate, False, own)
 
     def _places_for(
-        self, context: Context, work: Any, locate: Locate, keys_exist: bool, kind: int
+        self,
+        context: Context,
+        work: Any,
+        locate: Locate,
+        keys_exist: bool,
+        own: tuple[cute.Tensor, ...],
     ) -> ScorePlaces:
+        """own: what the function reads."""
         batch = context.batch(work)
         first_page = context.first_page(batch)
         if first_page is not None:
             locate = _behind(locate, first_page.hidden)
         lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
-        left = list(context.tensors.optional or ())
-        own: tuple[cute.Tensor, ...] = ()
-        for asked in (self.problem_class.mask_mod, self.problem_class.score_mod)[: 2 - kind]:
-            count = 0 if asked is None else len(asked.tensors)
-            own = tuple(left[len(left) - count :])
-            left = left[: len(left) - count]
         return ScorePlaces(batch, lengths, locate, keys_exist, own, context.scalars.score_origin)
 
 

@@ -28,7 +28,7 @@ PADDING = 256
 
 
 #: Fields of `SequenceTensors` that a call with gradients may not have.
-PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
+PAGE_TABLE, SCHEDULER_METADATA, TREE_WORDS = "page_table", "scheduler_metadata", "tree_words"
 #: Field that kernels of gradients alone read.
 DS_BEGINS = "ds_begins"
 #: Fields that say where the keys of a sequence lie in a cache.
@@ -36,42 +36,38 @@ CACHE_BATCH_IDX, CACHE_LEFTPAD = "cache_batch_idx", "cache_leftpad"
 
 
 class SequenceTensors(NamedTuple):
-    """Tensors that describe ragged sequences, and which keys queries meet, int32 unless it says
-    otherwise; those not given are None.
+    """Tensors that describe ragged sequences, and which keys queries meet: int32 unless a field
+    says otherwise, None where not given. Kernels take them in this order."""
 
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
-    seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length. page_table:
-    (batch, most pages of a sequence) numbers of the pages of keys. part_list: KV splits
-    of each sequence (`part_list`). mask_steps, mask_bits: of a block mask (`block_mask`), which no
-    others go with: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of
-    bits, 128, 4). mask_blocks, mask_key_bits: the same of its gradients (`backward.block_mask`): (1
-    or batch, 1 or heads, blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128,
-    4). tree_words: (1 or batch, most queries) which of the last keys each query sees, int32, or
-    int64 for trees of more than 32 nodes (`masking`, NOTE [trees]). ds_begins: (batch,) of packed
-    sequences the number of the first tile of dS (`backward.ds_tiles`, NOTE [units of dS]).
-    cache_batch_idx: (batch,) the batch entry of K and V that holds the keys of each sequence.
-    cache_leftpad: (batch,) how many rows of that entry, or of the sequence's pages, lie before the
-    first key; seqused_k counts them, too.
-    """
-
+    #: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    #: (batch,) rows in use of each sequence, at most its length.
     seqused_q: Any = None
     seqused_k: Any = None
+    #: (batch, most pages of a sequence) numbers of the pages of keys.
     page_table: Any = None
-    part_list: Any = None
+    #: KV splits of each sequence (`rows.scheduler_metadata`).
+    scheduler_metadata: Any = None
+    #: Of a block mask (`block_mask`), which no others go with: (1 or batch, 1 or heads, tiles of
+    #: queries, 1 + tiles of keys, 4), and (tiles of bits, 128, 4).
     mask_steps: Any = None
     mask_bits: Any = None
+    #: The same for gradients (`backward.block_mask`): (1 or batch, 1 or heads, blocks of keys and
+    #: of queries, 1 + most tiles, 4), and (tiles of bits, 128, 4).
     mask_blocks: Any = None
     mask_key_bits: Any = None
+    #: (1 or batch, most queries) which of the last keys each query sees; int64 for trees of more
+    #: than 32 nodes (`masking`, NOTE [trees]).
     tree_words: Any = None
+    #: (batch,) of packed sequences the number of the first tile of dS (`backward.ds_tiles`, NOTE
+    #: [units of dS]).
     ds_begins: Any = None
+    #: (batch,) the batch entry of K and V that holds the keys of each sequence.
     cache_batch_idx: Any = None
+    #: (batch,) how many rows of that entry, or of the sequence's pages, lie before the first key;
+    #: seqused_k counts them, too.
     cache_leftpad: Any = None
-
-    @classmethod
-    def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
-        return cls(**dict(zip(names, tensors or (), strict=True)))
 
     @property
     def are_unequal(self) -> bool:
@@ -91,12 +87,6 @@ class SequenceTensors(NamedTuple):
             if cu_seqlens is not None:
                 return cute.size(cu_seqlens) - 1
         return cute.size(q, mode=[3])
-
-
-def sequence_tensors(problem_class: Any, ragged: Any) -> SequenceTensors:
-    """Make a kernel's sequence tensors from a tuple that begins with them, None for none."""
-    names = problem_class.ragged
-    return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
 
 def cache_entries(problem_class: Any, tensors: Any) -> Any:

@@ -120,14 +120,14 @@ class PreprocessKernel:
         self,
         rows: PreprocessRows,
         stats: cute.Tensor,
-        ragged: Any,
+        ragged: SequenceTensors | None,
         scalars: CallScalars,
         stream: Any,
     ) -> None:
         """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
-        sequences have a batch of 1. stats: (2, heads, `padded_rows`) float32. ragged: a tuple of
-        int32 tensors in the order of the problem class, None if there are none."""
-        sequences = SequenceTensors.given(self.problem_class.ragged, ragged)
+        sequences have a batch of 1. stats: (2, heads, `padded_rows`) float32. ragged: None if there
+        are none."""
+        sequences = SequenceTensors() if ragged is None else ragged
         out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
         batch = sequences.num_batches(out)
         seqlen_q, _, heads, _ = out.shape

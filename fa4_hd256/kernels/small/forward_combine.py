@@ -38,7 +38,7 @@ from ..limits import FLOAT_BYTES, WARP_SIZE
 from ..problem_class import CallScalars
 from ..rows.lanes import LANE_COLUMNS, lane_columns, load_lane_columns
 from ..rows.output_gate import by_rows, multiply_by_gate, neighbours, row_of_gate
-from ..rows.part_list import PartList
+from ..rows.scheduler_metadata import SchedulerMetadata
 from ..rows.sequences import by_sequence, columns_of
 from .combine_config import CombineClass, CombineConfig
 
@@ -316,7 +316,7 @@ class CombineKernel:
 
 
 class RaggedCombineKernel(CombineKernel):
-    """The kernel after a forward whose KV splits are listed (`kernels.rows.part_list`): a warp per
+    """The kernel after a forward whose KV splits are listed (`rows.scheduler_metadata`): a warp per
     row, too, for sequences of different numbers of parts.  Launch with `__call__`, under
     `cute.compile`.
 
@@ -344,7 +344,7 @@ class RaggedCombineKernel(CombineKernel):
         batch of 1.  lists: the scheduler metadata and cu_seqlens_q where sequences are packed,
         int32."""
         num_parts, seqlen, heads, _ = parts[0].shape
-        listed = PartList(lists[0], num_parts)
+        listed = SchedulerMetadata(lists[0], num_parts)
         batch = listed.num_sequences
         sizes = tuple(Int32(size) for size in (seqlen, heads, batch, num_parts))
         count = batch * seqlen * heads
@@ -375,7 +375,7 @@ class RaggedCombineKernel(CombineKernel):
         cute.arch.griddepcontrol_wait()
         if index < batch * seqlen * heads:
             row, head, entry = index // heads % seqlen, index % heads, index // heads // seqlen
-            listed = PartList(lists[0], num_parts)
+            listed = SchedulerMetadata(lists[0], num_parts)
             first, count = listed.of_sequence(entry)
             offset, length, in_results = Int32(0), seqlen, entry
             if cutlass.const_expr(self.problem_class.packed):

@@ -55,7 +55,7 @@ from ...kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
-    PART_LIST,
+    SCHEDULER_METADATA,
     TREE_WORDS,
 )
 from ...kernels.small.append_rows import AppendClass, RotaryClass
@@ -66,7 +66,6 @@ from ..argument_types import table_rank
 from ..backward import Wanted, add_division
 from ..catalogue import KernelSpec, TuningKey, append_spec, tuning_key
 from ..forward import add_combine, add_launches
-from ..mxfp8_backward import add_division as add_mxfp8_division
 from ..plan import PlanBuilder
 
 #: (dtype, q_dtype, kv_dtype) of `ProblemClass`.
@@ -472,7 +471,7 @@ def _divided(problem: Problem, gpu: Gpu, needs: Needs) -> Iterator[Problem]:
     if needs.batch_invariant:
         parts.append({"num_splits": 2, "part_keys": 1})
     if needs.scheduler_metadata and _takes_list(problem.ragged) and problem.descale != OF_BLOCKS:
-        parts.append({"ragged": _with(problem.ragged, PART_LIST), "num_splits": 2})
+        parts.append({"ragged": _with(problem.ragged, SCHEDULER_METADATA), "num_splits": 2})
     for keys in _configured(tuning_key(problem, gpu.tuning_name)):
         for division in parts:
             yield replace(problem, max_seqlen_k=keys, **division)
@@ -546,7 +545,7 @@ def _combines(
         (1, 1, 1, HEAD_DIM), 1, 1, 1, dtype, builder.device, Options(1.0), False, (), architecture,
         kernels.forward_tiles()[0], out_gate=out_gate,
     )  # fmt: skip
-    gate = (View.contiguous(OUT_GATE, whole.q_shape, dtype),) if out_gate else ()
+    gate = View.contiguous(OUT_GATE, whole.q_shape, dtype) if out_gate else None
     results = (
         View.contiguous("out", whole.q_shape, torch.float32),
         View.contiguous("lse", whole.lse_shape, torch.float32),
@@ -646,7 +645,7 @@ def _mxfp8_backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[Kern
         views |= {name: _block_scales(name, forward, problem.k_shape) for name in SCALES}
         builder = PlanBuilder(forward.device, {})
         has_batch = dict.fromkeys("qkv", True)
-        add_mxfp8_division(builder, division, has_batch, views, config, gpu)
+        add_division(builder, division, Wanted(), has_batch, views, config, gpu)
         yield from builder.plan().specs
 
 

@@ -206,7 +206,7 @@ def _backward_call(variant: Variant, forward: Problem, tensors: Any, gpu: Any) -
     results = tuple(torch.empty_like(q if name == "dq" else k) for name in made)
     config = kernels_of(forward.architecture).config("backward")()
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype)
-    given = GradientTensors(tensors, stats, results, (), ds)
+    given = GradientTensors(tensors, stats, results, ds=ds)
     spec = backward_specs(problem, config)[variant.kernel]
     return compile_kernel(spec), launch_values(gradient_call_arguments(given, problem, gpu))
 

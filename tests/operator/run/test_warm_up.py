@@ -100,7 +100,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         if "q" in sides_of(problem.ragged):
             found.add(tail_spec(class_of(problem, "q", lse=True), problem))
         if "seqused_k" in problem.ragged and "seqused_q" not in problem.ragged:
-            listed = replace(problem, ragged=(*problem.ragged, "part_list"))
+            listed = replace(problem, ragged=(*problem.ragged, "scheduler_metadata"))
             listed = division.divided(listed, division.BY_RULE, where)
             found.add(forward_spec(listed, where))
             found |= {combine_spec(listed)} if listed.lists_splits else set()
@@ -229,7 +229,7 @@ def test_places_in_a_cache(arch):
         cache_batch_idx=True, cache_leftpad=True, tree_mask=True, scheduler_metadata=True,
     )  # fmt: skip
     places = ("cache_batch_idx",), ("cache_leftpad",), ("cache_batch_idx", "cache_leftpad")
-    more = (), ("part_list",), ("tree_words",)
+    more = (), ("scheduler_metadata",), ("tree_words",)
     found = set()
     for form, size, own in [*(("cache", None, p) for p in places), ("packed-paged", 16, places[1])]:
         for beside, queries, mask in itertools.product(more, (1, 16), model.masks):
@@ -292,7 +292,11 @@ def test_training_beside_what_has_no_gradients(arch):
     assert trained <= known(uses, ("packed",), kv_dtypes=(torch.float8_e4m3fn,))
     # Calls refuse scheduler metadata beside seqused_q.
     listed = known(uses, ("padded", "cache"), scheduler_metadata=True)
-    both = [str(spec.problem_class) for spec in listed if "part_list" in str(spec.problem_class)]
+    both = [
+        str(spec.problem_class)
+        for spec in listed
+        if "scheduler_metadata" in str(spec.problem_class)
+    ]
     assert both and not any("seqused_q" in text for text in both)
 
 

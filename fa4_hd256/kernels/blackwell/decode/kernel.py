@@ -53,7 +53,7 @@ from ...forward.keys import KvTile
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingState, SharedByReference
-from ...problem_class import ProblemClass
+from ...problem_class import OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of
 from ..instructions import (
@@ -130,7 +130,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         self.pv = [Mma(pv, v, p_layout(MMA_K))] * len(HALVES)
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         load, (q, k, v, out) = cpasync.CopyBulkTensorTileG2SOp(), operands
         q = self.tma_tensor("q", q, (load, self.config.rows, HEAD_DIM))

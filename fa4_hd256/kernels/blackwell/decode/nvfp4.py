@@ -27,7 +27,7 @@ from ...forward.nvfp4_words import CODE_COLUMNS, SCALE_COLUMNS, copy_scales, wit
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingRecord, RingState
-from ...problem_class import ProblemClass
+from ...problem_class import OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.lanes import lane_columns
 from ...rows.sequences import columns_of
@@ -95,7 +95,7 @@ class DecodeNvfp4Kernel(DecodeKernel):
         ]
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         load, (q, k, v, out) = cpasync.CopyBulkTensorTileG2SOp(), operands
         q = self.tma_tensor("q", q, (load, self.config.rows, HEAD_DIM))
@@ -107,8 +107,10 @@ class DecodeNvfp4Kernel(DecodeKernel):
         return with_block_scales(self, found, load, BLOCK_KV)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
-        scales = () if self.gathers else tensors.optional[-2:]
-        return tensors.q, tensors.k, tensors.v, *scales
+        operands = tensors.q, tensors.k, tensors.v
+        if self.gathers:
+            return operands
+        return *operands, tensors.optional.k_block_scale, tensors.optional.v_block_scale
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
@@ -139,7 +141,8 @@ class DecodeNvfp4Kernel(DecodeKernel):
         head = work.head // context.heads_per_kv
         place = self.keys.rows(context, work, kv_tile), self.keys.first_row(kv_tile), 0, head
         target = await_buffer(context, "kv", rings.kv)
-        scales, buffers = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
+        scales = getattr(context.tensors.optional, f"{name}_block_scale")
+        buffers = context.smem["kv_scales"]
         self.keys.load(getattr(context.tensors, name), context.smem["kv"], place, target)
         if self.gathers:
             context.barriers["scales_free"].wait(rings.kv)

@@ -4,7 +4,7 @@ role."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -16,6 +16,7 @@ from ...forward.context import ForwardContext, ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState
+from ...problem_class import OptionalTensors
 from ..pair_kernel import PairContext
 from .config import ForwardConfig
 
@@ -90,7 +91,10 @@ class ScoreRow(NamedTuple):
 
 
 def tensors_of(
-    kernel: ForwardCommon, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+    kernel: ForwardCommon,
+    operands: tuple[cute.Tensor, ...],
+    lse: cute.Tensor,
+    optional: OptionalTensors,
 ) -> ForwardKernelTensors:
     config, (q, k, v, out) = kernel.config, operands
     load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)

@@ -47,7 +47,7 @@ from ...forward.context import ForwardKernelTensors
 from ...forward.keys import KvTile
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...operands import SharedMemory, TmaTensor, load_tile
-from ...problem_class import ProblemClass
+from ...problem_class import OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.output_gate import multiply_by_gate, neighbours
 from ..instructions import (
@@ -111,7 +111,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         self.scores = self.scores_class(config, self.functions, self.lists_steps)
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         return tensors_of(self, operands, lse, optional)
 

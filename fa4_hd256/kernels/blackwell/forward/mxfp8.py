@@ -34,7 +34,7 @@ from ...context import KernelParts
 from ...forward.context import ForwardKernelTensors
 from ...operands import SharedMemory, TmaTensor
 from ...plan.edges import RingState
-from ...problem_class import DESCALES, ProblemClass
+from ...problem_class import DESCALES, OptionalTensors, ProblemClass
 from ...ranges import traced
 from ..instructions import fence_after_thread_sync, fence_before_thread_sync
 from ..scale_tiles import ScaleTiles, load_scales, scale_buffers, scale_tensor
@@ -112,16 +112,14 @@ class ForwardMxfp8Kernel(ForwardKernel):
         )
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
-        first = self.problem_class.sink + len(self.problem_class.ragged)
-        behind = first + len(DESCALES)
-        scales = map(scale_tensor, optional[first:behind])
-        loaded = (*optional[:first], *scales, *optional[behind:])
-        return super().kernel_tensors(operands, lse, loaded)
+        scales: dict[str, Any] = {name: scale_tensor(getattr(optional, name)) for name in DESCALES}
+        return super().kernel_tensors(operands, lse, optional._replace(**scales))
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
-        return *super().descriptors(tensors), *self.descales(tensors.optional).values()
+        scales = (getattr(tensors.optional, name) for name in DESCALES)
+        return *super().descriptors(tensors), *scales
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         found = super().smem(memory)

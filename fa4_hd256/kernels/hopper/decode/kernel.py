@@ -46,7 +46,7 @@ from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import CallScalars, ProblemClass
+from ...problem_class import CallScalars, OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.output_gate import Columns, multiply_by_gate
 from ...rows.sequences import columns_of
@@ -131,7 +131,7 @@ class DecodeE4m3Kernel(HopperForward):
         return self.config.rows // QUAD
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         load = cpasync.CopyBulkTensorTileG2SOp()
         keys = load, BLOCK_KV, self.fragments.TILE_COLUMNS

@@ -47,7 +47,8 @@ def begin_load(
         loaded.expect_bytes(state)
     if not kernel.config.nvfp4:
         return
-    source, buffer = context.tensors.optional[-2:]["kv".index(name)], context.smem["kv_scales"]
+    source = getattr(context.tensors.optional, f"{name}_block_scale")
+    buffer = context.smem["kv_scales"]
     if kernel.gathers:
         copy_scales(source, buffer[None, None, state.index].iterator, position, head)
         return

@@ -35,7 +35,7 @@ from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL, StepList
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import GATE_OF_ELEMENTS, ProblemClass
+from ...problem_class import GATE_OF_ELEMENTS, OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import by_sequence
 from ..fragments import exchanged_words, row_columns, store_exchanged, store_float32
@@ -64,7 +64,7 @@ class ForwardKernel(WarpgroupForward):
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
@@ -74,7 +74,7 @@ class ForwardKernel(WarpgroupForward):
         )
         gate = None
         if self.loads_gate:
-            view = by_sequence(self._out_gate(optional))
+            view = by_sequence(optional.out_gate)
             gate = self.loaded_tensor("q", view, boxes[0])
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional, gate=gate)
 

@@ -32,8 +32,7 @@ def run(rows, dlse=None, ragged=None, max_seqlen_q=None):
     """Statistics of rows (out, dout, lse)."""
     problem = describe(rows[0], dlse is not None, ragged, max_seqlen_q)
     stats = empty_stats(problem)
-    given = tuple((ragged or {}).values())
-    run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, given))
+    run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, ragged or {}))
     return stats
 
 

@@ -19,13 +19,13 @@ from fa4_hd256 import (
     get_scheduler_metadata,
     metadata,
 )
-from fa4_hd256.call import checks, part_lists
+from fa4_hd256.call import checks, scheduler_metadata
 from fa4_hd256.call.division import longest_row, room_for_splits, splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import MOST_SPLITS, Options
-from fa4_hd256.call.part_lists import scheduler_metadata_of
+from fa4_hd256.call.scheduler_metadata import scheduler_metadata_of
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.rows.part_list import (
+from fa4_hd256.kernels.rows.scheduler_metadata import (
     HEADER,
     LAST_BIT,
     SEQUENCE_SHIFT,
@@ -260,7 +260,7 @@ def test_a_list_with_as_many_words_by_chance(monkeypatch):
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(q, k, v, scheduler_metadata=listed.clone(), **options)
     # The host does not read that of a list on a GPU.
-    monkeypatch.setattr(part_lists, "reads_contents", lambda device: False)
+    monkeypatch.setattr(scheduler_metadata, "reads_contents", lambda device: False)
     others = torch.full_like(right, -1), torch.full_like(right, (1 << 31) - 1)
     for other in (listed.clone(), *others):
         found = flash_attn_varlen_func(q, k, v, scheduler_metadata=other, **options)

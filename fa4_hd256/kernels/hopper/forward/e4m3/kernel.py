@@ -37,7 +37,7 @@ from ....forward.context import ForwardKernelTensors
 from ....limits import HEAD_DIM, SWIZZLE_ALIGNMENT
 from ....operands import LoadTarget, SharedMemory, TmaTensor, load_box, smem_layout
 from ....plan.edges import RingState
-from ....problem_class import ProblemClass
+from ....problem_class import OptionalTensors, ProblemClass
 from ....ranges import traced
 from ...instructions import QUAD, WgmmaShape, rows_of
 from ..config import WARPGROUP_ROWS
@@ -78,7 +78,7 @@ class ForwardE4m3Kernel(WarpgroupForward):
         self.pv = WgmmaShape(Float8E4M3FN, HEAD_DIM, a_in_registers=True)
 
     def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: OptionalTensors
     ) -> ForwardKernelTensors:
         load = cpasync.CopyBulkTensorTileG2SOp()
         q = self.loaded_tensor("q", operands[0], (load, WARPGROUP_ROWS, PAIRS))
@@ -87,14 +87,19 @@ class ForwardE4m3Kernel(WarpgroupForward):
             v = self.loaded_tensor("v", operands[2], (load, BLOCK_KV, PAIRS))
         else:
             box = HEAD_DIM, BLOCK_KV // 2
-            columns, layout = _columns(optional), cute.select(smem_layout(*box, 1), mode=[0, 1])
+            columns, layout = (
+                _columns(optional.columns),
+                cute.select(smem_layout(*box, 1), mode=[0, 1]),
+            )
             info = cpasync.make_tiled_tma_atom(load, columns, layout, box)
             v = TmaTensor(info[0], info[1])
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
 
-    def launch_before(self, operands: tuple[cute.Tensor, ...], optional: Any, stream: Any) -> None:
+    def launch_before(
+        self, operands: tuple[cute.Tensor, ...], optional: OptionalTensors, stream: Any
+    ) -> None:
         if not self.config.transposes:
-            ColumnsKernel().launch(operands[2], _columns(optional), stream)
+            ColumnsKernel().launch(operands[2], _columns(optional.columns), stream)
 
     @cute.jit
     def run_other_role(self, context: Context, warp: Int32):
@@ -315,9 +320,8 @@ class ForwardE4m3Kernel(WarpgroupForward):
         return tuple(factors)
 
 
-def _columns(optional: Any) -> cute.Tensor:
+def _columns(memory: cute.Tensor) -> cute.Tensor:
     """Return the memory for V^T as (256, 64 pairs of keys, heads, batch x tiles)."""
-    memory = tuple(optional)[-1]
     entries, heads, _, _ = memory.shape
     rows, pairs = HEAD_DIM, BLOCK_KV // 2
     layout = cute.make_layout(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..gpus.devices import Gpu
-from ..kernels.rows.part_list import HEADER, LAST_BIT, SEQUENCE_SHIFT, UNUSED, list_length
+from ..kernels.rows.scheduler_metadata import HEADER, LAST_BIT, SEQUENCE_SHIFT, UNUSED, list_length
 from .checks import reads_contents
 from .division import longest_row, room_for_splits, rows_per_step
 from .forward_problem import Problem
@@ -28,7 +28,7 @@ from .options import MOST_SPLITS
 #: The attribute of scheduler metadata that says what it was made for, as its header does, which
 #: calls do not read. It turns a mismatch into an error. Copies have none: there the device
 #: compares.
-_MARK = "_fa4_hd256_part_list"
+_MARK = "_fa4_hd256_scheduler_metadata"
 
 
 def mark(words: torch.Tensor, problem: Problem, gpu: Gpu) -> None:
@@ -44,7 +44,7 @@ def marked(words: Any) -> tuple[int, ...] | None:
 
 
 def scheduler_metadata_of(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the words of `kernels.rows.part_list`, int32; one word for calls without KV splits.
+    """Return the words of `rows.scheduler_metadata`, int32; one word for calls without KV splits.
 
     lengths: (batch,) int32 keys in use of each sequence. Candidates are the longest one in 1 to
     `MOST_SPLITS` splits, as far as there is room. Where every split has a cluster, a call takes as
