@@ -18,8 +18,6 @@ from checkout import ROOT
 
 from fa4_hd256 import __version__, flash_attn_func, use_prebuilt
 from fa4_hd256.__main__ import main
-from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.kernels.small.combine_config import CombineClass
 from fa4_hd256.run import compile, keys
 from fa4_hd256.run.ahead import build as builder
 from fa4_hd256.run.ahead import prebuilt
@@ -538,71 +536,7 @@ def test_a_name_makes_nothing_but_configurations(spec, planted):
         kernel_named(json.dumps(read))
 
 
-# ---------------------------------------------------------------- processes and graphs
-
-RANK = """
-import sys
-from fa4_hd256.run import compile
-from fa4_hd256.run.kernel_names import kernel_named
-spec = kernel_named(sys.argv[1])
-if sys.argv[2] == "dies":
-    def die(spec):
-        print("compiling", flush=True)
-        sys.stdin.read()
-    compile.trace_and_compile = die
-else:
-    sys.stdin.read()
-compile.compile_kernel(spec)
-print(dict(compile.counters))
-"""
-
-
-@pytest.fixture
-def ranks(spec, tmp_path):
-    """Start processes that request the same small kernel, in an empty cache."""
-    small = KernelSpec(
-        "forward_combine",
-        spec.kernels.combine.of(2, 8),
-        CombineClass(torch.bfloat16),
-        ARCHITECTURES[0],
-    )
-    environment = {
-        **os.environ, "FA4_HD256_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)
-    }  # fmt: skip
-    started = []
-
-    def start(how):
-        started.append(subprocess.Popen(
-            [sys.executable, "-c", RANK, name_of(small), how], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        ))  # fmt: skip
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.sampled
-def test_ranks_that_start_together_compile_once(ranks):
-    processes = [ranks("waits") for _ in range(3)]
-    for process in processes:
-        process.stdin.close()
-        process.stdin = None
-    results = [process.communicate()[0].strip() for process in processes]
-    assert sorted(results) == ["{'compiled': 1}", "{'disk': 1}", "{'disk': 1}"]
-
-
-@pytest.mark.sampled
-def test_a_rank_that_dies_while_it_compiles_blocks_nobody(ranks):
-    first = ranks("dies")
-    assert first.stdout.readline() == "compiling\n"
-    second = ranks("waits")
-    second.stdin.close()
-    second.stdin = None
-    first.kill()
-    assert second.communicate(timeout=300)[0].strip() == "{'compiled': 1}"
+# ---------------------------------------------------------------- graphs
 
 
 def test_compiling_while_a_graph_is_captured_is_refused(inputs, monkeypatch):
