@@ -35,8 +35,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 
 DOCS_STAMP := $(VENV)/installed-docs
 ENGINES := build/engines
+RUBIN := build/rubin
 
-.PHONY: demo docs check check-tests test test-all test-engines test-lab test-static test-short test-clc \
+.PHONY: demo docs check check-tests test test-all test-engines test-rubin test-lab test-static test-short test-clc \
     test-hopper lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
@@ -75,6 +76,16 @@ test-engines: $(ENGINES)/installed
 
 $(ENGINES)/installed: $(STAMP) tests/engines.txt
 	$(PIP_INSTALL) --target $(ENGINES) --upgrade --no-deps -r tests/engines.txt
+	touch $@
+
+# Kernels for sm_107a. CuTe DSL takes the newest of its libraries, so those of CUDA 13 come in a folder
+# that no other test sees.
+test-rubin: $(RUBIN)/installed
+	PYTHONPATH=$(abspath $(RUBIN)) $(BIN)/python -m pytest --all-cases tests/operator/gpus/test_rubin.py
+
+$(RUBIN)/installed: $(STAMP) constraints.txt
+	$(PIP_INSTALL) --target $(RUBIN) --upgrade --no-deps nvidia-cutlass-dsl-libs-base \
+	    nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-cu13
 	touch $@
 
 # Tests of the lab, which `make test` leaves out.

@@ -11,6 +11,7 @@ from typing import Any
 from . import __version__, environment, interrupt, progress
 from .architectures import ARCHITECTURES, named
 from .models import MODELS
+from .run.toolkit import ToolkitError
 
 PROGRAM = "python -m fa4_hd256"
 
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parsed = _parser(next(iter(arguments), None)).parse_args(arguments)
         return parsed.main(parsed)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, ToolkitError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ImportError as error:

@@ -21,6 +21,7 @@ class Architecture:
     device that the simulator passes for.  hbm_of_sm: bytes per second of HBM for an SM where the
     driver does not say; slices of a GPU have about their share.  own_targets: compute capability ->
     what kernels are compiled for where all of the process's GPUs have it, if not the first target.
+    toolkits: target -> the oldest CUDA of CuTe DSL's libraries that compiles for it, if not all do.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Architecture:
     simulated: str
     hbm_of_sm: float
     own_targets: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    toolkits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Name the architecture's GPUs, for errors: "B200 or GB200 (compute capability 10.0),
@@ -45,12 +47,15 @@ ARCHITECTURES = (
     Architecture(
         "sm_100a",
         "blackwell",
-        ("sm_100f", "sm_100a", "sm_103a", "sm_103f"),
-        {(10, 0): ("B200", "GB200"), (10, 3): ("B300", "GB300")},
-        # 8 TB/s for 148 to 160 SMs in every GPU of the family.
+        ("sm_100f", "sm_100a", "sm_103a", "sm_103f", "sm_107a", "sm_107f"),
+        # None of these GPUs has run the kernels.  Rubin gets B200's plans: it has more shared and
+        # tensor memory than they use.
+        {(10, 0): ("B200", "GB200"), (10, 3): ("B300", "GB300"), (10, 7): ("Rubin",)},
+        # 8 TB/s for 148 to 160 SMs in B200 to GB300; Rubin has twice that.
         simulated="b200",
         hbm_of_sm=54e9,
-        own_targets={(10, 3): "sm_103a"},
+        own_targets={(10, 3): "sm_103a", (10, 7): "sm_107a"},
+        toolkits={"sm_107a": (13, 4)},
     ),
     Architecture(
         "sm_90a",

@@ -124,8 +124,8 @@ VARIABLES = (
     Variable(
         "SM100_SIM_DEVICE",
         " or ".join(f"{a.simulated} for {a.name}" for a in ARCHITECTURES),
-        "GPU that the simulator passes for: b200, gb200, b300, gb300 or h200, also with a number "
-        "of SMs, as b200:19",
+        "GPU that the simulator passes for: b200, gb200, b300, gb300, rubin or h200, also with a "
+        "number of SMs, as b200:19",
     ),
     Variable(
         "SM100_SIM_CLUSTERS",

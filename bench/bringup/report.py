@@ -12,7 +12,6 @@ from bench.bringup import decisions
 from bench.bringup.outcome import STATES, Target
 from bench.bringup.runner import BringupRun, Results
 from bench.bringup.stages import HIDDEN, STAGES
-from fa4_hd256.gpus.gpu import FAMILY
 
 #: Format of report.json.
 VERSION = 2
@@ -132,4 +131,4 @@ def machine(target: Target, results: Results, date: str) -> dict[str, Any] | Non
 
 def like(target: Target) -> str:
     """Return the machine file whose constants stand in for what is not measured."""
-    return FAMILY.get(target.capability, ("B200",))[0].lower()
+    return {(9, 0): "h200", (10, 3): "b300"}.get(target.capability, "b200")

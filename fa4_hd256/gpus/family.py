@@ -8,7 +8,9 @@ CuTe DSL loads a kernel into every GPU that the process sees.
 
 NOTE [twice the exponentials].  Units of 10.3 make twice as many exp2 a clock, but how far apart
 they are issued stands in the machine code: only for a target of 10.3 ptxas puts them closer.  So a
-process whose GPUs of the architecture are all such compiles for sm_103a.
+process whose GPUs of the architecture are all such compiles for sm_103a.  In the same way one whose
+GPUs are all of 10.7 compiles for sm_107a: CuTe DSL's libraries of CUDA 12 do not know that GPU, and
+ptxas makes other instructions for it of the same PTX.
 """
 
 from __future__ import annotations

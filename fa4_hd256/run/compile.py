@@ -28,6 +28,7 @@ import torch
 
 from .. import environment, progress
 from ..gpus import family
+from . import toolkit
 from .ahead import prebuilt
 from .catalogue import KernelSpec
 from .kernel_names import described, name_of
@@ -295,10 +296,13 @@ def _jit_entry(key: str, spec: KernelSpec) -> tuple[_Entry, str]:
 
 
 def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[bytes]]:
-    """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin."""
+    """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin. Raises
+    ToolkitError as `toolkit.check`."""
     prefix = f"fa4_hd256_{key}"
     start = time.perf_counter()
-    what = f"compiling {spec.kind} ({family.target(spec.architecture)})"
+    target = family.target(spec.architecture)
+    toolkit.check(target)
+    what = f"compiling {spec.kind} ({target})"
     with progress.step(what), room_for_files():
         compiled = trace_and_compile(spec)
         parts = [

@@ -26,6 +26,7 @@ from ..architectures import ARCHITECTURES, Architecture
 from ..call.functions.meaning import described_meaning
 from ..gpus import family
 from ..kernels.functions.user_functions import FUNCTION_KINDS
+from . import toolkit
 from .catalogue import KernelSpec
 from .kernel_cache import disk_cache
 
@@ -102,16 +103,21 @@ def _meanings(spec: KernelSpec) -> list[tuple[str | None, bool]]:
 
 def _common(spec: KernelSpec) -> dict[str, Any]:
     meanings = [meaning for meaning, _ in _meanings(spec) if meaning is not None]
-    return ({"functions": meanings} if meanings else {}) | {
-        "format": FORMAT,
-        "architecture": family.target(spec.architecture),
-        "kind": spec.kind,
-        "problem": repr(spec.problem_class),
-        "config": repr(spec.config),
-        "compiler": importlib.metadata.version(COMPILER),
-        "compiler_settings": environment.compiler_settings(),
-        "machine": platform.machine(),
-    }
+    libraries = toolkit.other_libraries()
+    return (
+        ({"functions": meanings} if meanings else {})
+        | ({"libraries": libraries} if libraries else {})
+        | {
+            "format": FORMAT,
+            "architecture": family.target(spec.architecture),
+            "kind": spec.kind,
+            "problem": repr(spec.problem_class),
+            "config": repr(spec.config),
+            "compiler": importlib.metadata.version(COMPILER),
+            "compiler_settings": environment.compiler_settings(),
+            "machine": platform.machine(),
+        }
+    )
 
 
 def _digest(parts: dict[str, Any]) -> str:

@@ -86,6 +86,10 @@ def test_what_is_not_measured_is_as_on_a_gpu_of_the_same_capability(
     assert other != load("b200").values()._asdict()
 
 
+def test_a_gpu_without_constants_of_its_own_is_like_a_b200():
+    assert report.like(Target("gpu", "Rubin", (10, 7), 212)) == "b200"
+
+
 def test_the_simulator_measures_nothing():
     assert "machine" in report.content(GPU, RESULTS, "")
     assert "machine" not in report.content(SIMULATOR, RESULTS, "")

@@ -173,20 +173,21 @@ def test_other_kinds_of_device():
         architecture_of(torch.device("xpu"))
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (10, 1), (10, 7), (11, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 1), (11, 0), (12, 0)])
 def test_other_gpus(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     message = (
         rf"Some GPU with compute capability {capability[0]}\.{capability[1]}; accepted: CUDA "
         r"tensors on a B200 or GB200 \(compute capability 10.0\), B300 or GB300 \(compute "
-        r"capability 10.3\), H200 or H100 or GH200 \(compute capability 9.0\)"
+        r"capability 10.3\), Rubin \(compute capability 10.7\), "
+        r"H200 or H100 or GH200 \(compute capability 9.0\)"
     )
     with pytest.raises(ValueError, match=message):
         architecture_of(torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (9, 0)])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (10, 7), (9, 0)])
 def test_gpus_of_the_family_are_accepted(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = architecture_of(torch.device("cuda:0"))
