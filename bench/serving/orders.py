@@ -64,13 +64,51 @@ def readied() -> int:
     return sum(count for how, count in counters.items() if how != "memory")
 
 
-def of_a_step(profiler: Any) -> dict[str, float]:
-    """Return the microseconds of each kernel in one of `PROFILED` steps, by name."""
-    return {
-        event.key: event.self_device_time_total / PROFILED
-        for event in profiler.key_averages()
-        if event.self_device_time_total
-    }
+class Record:
+    """Steps in which all requests decode. steps: seconds from the result of one to that of the
+    next. kernels: microseconds of each kernel in a step, by name, of so many steps behind the first
+    if they are profiled and there is a GPU."""
+
+    def __init__(self, profiled: int = 0) -> None:
+        self.steps: list[float] = []
+        self.kernels: dict[str, float] = {}
+        self._left = profiled
+        self._last: float | None = None
+        self._profiler: Any = None
+
+    def add(self, decoding: bool) -> None:
+        """Note that a step's result is there. decoding: in it all requests decoded."""
+        if not decoding:
+            self._last = None
+            return
+        now = time.perf_counter()
+        if self._last is not None:
+            self.steps.append(now - self._last)
+        self._last = now
+        if self._left or self._profiler is not None:
+            self._profile()
+
+    def _profile(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if not torch.cuda.is_available():
+            self._left = 0
+        elif self._profiler is None:
+            torch.cuda.synchronize()
+            self._profiler = profile(activities=[ProfilerActivity.CUDA])
+            self._profiler.start()
+        elif self._left > 1:
+            self._left -= 1
+        else:
+            torch.cuda.synchronize()
+            self._profiler.stop()
+            self.kernels = {
+                event.key: event.self_device_time_total / PROFILED
+                for event in self._profiler.key_averages()
+                if event.self_device_time_total
+            }
+            self._profiler, self._left = None, 0
 
 
 def _serve(orders: TextIO, said: TextIO, make: Callable[[dict[str, Any]], Served]) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,18 @@ def run(*arguments: Any, **named: Any) -> None:
         """SGLang's, with a record of its steps."""
 
         def __init__(self, *given: Any, **options: Any) -> None:
-            self._record = Record()
+            self.bench_watch(0, 0)
             super().__init__(*given, **options)
 
         def process_batch_result(self, batch: Any, result: Any) -> Any:
             found = super().process_batch_result(batch, result)
-            self._record.add(batch)
+            # With SGLang's overlap the next step runs already.
+            decoding = batch.forward_mode.is_decode() and batch.batch_size() == self._requests
+            self._record.add(decoding)
             return found
 
         def bench_watch(self, requests: int, profiled: int) -> None:
-            self._record = Record(requests, profiled)
+            self._requests, self._record = requests, orders.Record(profiled)
 
         def bench_tell(self, path: str) -> None:
             told = {
@@ -52,50 +53,6 @@ def run(*arguments: Any, **named: Any) -> None:
         scheduler.run_scheduler_process(*arguments, **named)
     finally:
         scheduler.Scheduler = original
-
-
-class Record:
-    """Steps in which so many requests decode. profiled: so many of them, behind the first, are
-    those of a profile."""
-
-    def __init__(self, requests: int = 0, profiled: int = 0) -> None:
-        self.steps: list[float] = []
-        self.kernels: dict[str, float] = {}
-        self._requests, self._left = requests, profiled
-        self._last: float | None = None
-        self._profiler: Any = None
-
-    def add(self, batch: Any) -> None:
-        """Note that a batch's result is there. With SGLang's overlap the next step runs already:
-        from one result to the next is the time of a step."""
-        if not (batch.forward_mode.is_decode() and batch.batch_size() == self._requests):
-            self._last = None
-            return
-        now = time.perf_counter()
-        if self._last is not None:
-            self.steps.append(now - self._last)
-        self._last = now
-        if self._left or self._profiler is not None:
-            self._profile()
-
-    def _profile(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        if not torch.cuda.is_available():
-            self._left = 0
-            return
-        if self._profiler is None:
-            torch.cuda.synchronize()
-            self._profiler = profile(activities=[ProfilerActivity.CUDA])
-            self._profiler.start()
-        elif self._left > 1:
-            self._left -= 1
-        else:
-            torch.cuda.synchronize()
-            self._profiler.stop()
-            self.kernels = orders.of_a_step(self._profiler)
-            self._profiler, self._left = None, 0
 
 
 def _backends(scheduler: Any) -> list[str]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from bench.serving import orders
@@ -53,42 +51,14 @@ class Engine:
 
     def time(self, texts: orders.Texts, tokens: int) -> dict[str, Any]:
         begin = time.perf_counter()
-        with _timed_steps(self._llm.llm_engine, len(texts)) as steps:
-            found = self._generate(texts, tokens)
+        found, record = self._watched(texts, tokens)
         seconds = time.perf_counter() - begin
         answers = [list(one.outputs[0].token_ids) for one in found]
-        return {"seconds": seconds, "steps": steps, "tokens": answers}
+        return {"seconds": seconds, "steps": record.steps, "tokens": answers}
 
     def profile(self, texts: orders.Texts, tokens: int) -> dict[str, Any]:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        if not torch.cuda.is_available():
-            return {"kernels": {}}
-        inner, profiler, steps = (
-            self._llm.llm_engine,
-            profile(activities=[ProfilerActivity.CUDA]),
-            0,
-        )
-        step = inner.step
-
-        def profiled() -> Any:
-            nonlocal steps
-            if steps == 0 and _all_decode(inner, len(texts)):
-                torch.cuda.synchronize()
-                profiler.start()
-                steps = 1
-            elif 0 < steps < orders.PROFILED:
-                steps += 1
-            elif steps == orders.PROFILED:
-                torch.cuda.synchronize()
-                profiler.stop()
-                steps += 1
-            return step()
-
-        with _stepping(inner, profiled):
-            self._generate(texts, tokens)
-        return {"kernels": orders.of_a_step(profiler) if steps > orders.PROFILED else {}}
+        _, record = self._watched(texts, tokens, orders.PROFILED)
+        return {"kernels": record.kernels}
 
     def decode(self, texts: orders.Texts, tokens: int) -> dict[str, Any]:
         answers = [one.outputs[0] for one in self._generate(texts, tokens, logprobs=0)]
@@ -109,6 +79,27 @@ class Engine:
             best.append([next(t for t, p in of.items() if p.rank == 1) for _, of in places])
         return {"logprobs": logprobs, "best": best}
 
+    def _watched(
+        self, texts: orders.Texts, tokens: int, profiled: int = 0
+    ) -> tuple[list[Any], orders.Record]:
+        """Generate, with a record of the steps that begin and end with all requests served and
+        their prompts behind them."""
+        engine, record = self._llm.llm_engine, orders.Record(profiled)
+        step = engine.step
+
+        def watched() -> Any:
+            outputs = step()
+            states = engine.output_processor.request_states
+            decoding = not any(state.is_prefilling for state in states.values())
+            record.add(decoding and len(states) == len(texts))
+            return outputs
+
+        engine.step = watched
+        try:
+            return self._generate(texts, tokens), record
+        finally:
+            del engine.step
+
     def _generate(self, texts: orders.Texts, tokens: int, **options: Any) -> list[Any]:
         from vllm import SamplingParams
 
@@ -119,40 +110,6 @@ class Engine:
             [{"prompt_token_ids": text} for text in texts], parameters, use_tqdm=False
         )
         return found
-
-
-@contextmanager
-def _timed_steps(engine: Any, requests: int) -> Iterator[list[float]]:
-    """Collect the seconds of vLLM's steps that begin and end with so many requests, all of which
-    have their prompt behind them."""
-    step, steps = engine.step, list[float]()
-
-    def timed() -> Any:
-        decoding, begin = _all_decode(engine, requests), time.perf_counter()
-        outputs = step()
-        seconds = time.perf_counter() - begin
-        if decoding and _all_decode(engine, requests):
-            steps.append(seconds)
-        return outputs
-
-    with _stepping(engine, timed):
-        yield steps
-
-
-@contextmanager
-def _stepping(engine: Any, step: Callable[[], Any]) -> Iterator[None]:
-    """Put a function in the place of an engine's step."""
-    engine.step = step
-    try:
-        yield
-    finally:
-        del engine.step
-
-
-def _all_decode(engine: Any, requests: int) -> bool:
-    """Return whether so many requests are served, with their prompts behind them."""
-    states = engine.output_processor.request_states.values()
-    return len(states) == requests and not any(state.is_prefilling for state in states)
 
 
 if __name__ == "__main__":
