@@ -120,9 +120,6 @@ _COLUMNS = (
     Column("mix"), Column("degree"), Column("true_share", format=".2%", title="emulated"),
     Column("exp2_error", format=".2e", title="exp2, relative error"),
     Column("out_error", format=".3e", title="out, relative L2"),
-)  # fmt: skip
-_CLASS = (Column("gpu", title="GPU"), Column("mask"), Column("seqlen"))
-_TIME = (
     Column("ms", "ms", ".4g", "time"), Column("low_ms", "ms", ".4g", "low"),
     Column("high_ms", "ms", ".4g", "high"), Column("tflops", "TFLOPS", ".0f", "rate"),
     Column("step_clocks", "clocks", ".0f", "step"), Column("bound", title="bound by"),

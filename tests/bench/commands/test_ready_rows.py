@@ -41,3 +41,5 @@ def test_ex2_sweep(seen):
     assert len(seen.before) == 9
     assert [rows_in(text) for text in seen.before] == list(range(9))
     assert "hardware" in seen.before[1] and "causal" in seen.before[1]
+    headings = ("out, relative L2", "time (ms)", "low (ms)", "rate (TFLOPS)", "over hardware")
+    assert all(f"| {heading} |" in seen.before[1] for heading in headings)
