@@ -61,8 +61,9 @@ class Backward(GradientCalls):
     paths: dict[str, Paths] = field(default_factory=dict)
 
     def plan(self, case: Case) -> list[Chunk]:
-        found = backward_chunks(case, self.ds_bytes, self.tiling.gpu)
-        return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
+        how = self.tiling
+        found = backward_chunks(case, self.ds_bytes, how.gpu, how.element_bytes == 1)
+        return found if how.divides_heads else [replace(one, head_parts=1) for one in found]
 
     def run(self, chunk: Chunk) -> dict[str, list[Schedule]]:
         """The kernels of a chunk, once, under each of the drawn machines, the central one first."""

@@ -23,7 +23,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import MXFP8, kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.problem_class import OF_BLOCKS
+from fa4_hd256.kernels.problem_class import E4M3, OF_BLOCKS
 from fa4_hd256.kernels.rows.sequences import PADDING
 from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
 
@@ -78,10 +78,14 @@ def forward_problem(
     )  # fmt: skip
 
 
-def backward_problem(case: Case, architecture: Architecture = ARCHITECTURES[0]) -> BackwardProblem:
+def backward_problem(
+    case: Case, architecture: Architecture = ARCHITECTURES[0], in_mxfp8: bool = False
+) -> BackwardProblem:
     """Return the backward's problem, all gradients requested, nothing split so far."""
     _, keys = _rows(case)
     forward = forward_problem(case, architecture)
+    if in_mxfp8:
+        forward = replace(forward, q_dtype=E4M3, kv_dtype=E4M3, descale=OF_BLOCKS)
     return BackwardProblem(forward, (*keys, case.heads_kv, HEAD_DIM), False, 1)
 
 
@@ -135,10 +139,11 @@ class Chunk:
         return self.head_parts > 1 or self.adds
 
 
-def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu) -> list[Chunk]:
+def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu, in_mxfp8: bool = False) -> list[Chunk]:
     """Return the chunks of a backward (`fa4_hd256.call.chunks.divide`) whose gradients are all
     requested. ds_bytes: memory that dS may take at a time."""
-    division = chunks.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
+    problem = backward_problem(case, architecture_on(gpu), in_mxfp8)
+    division = chunks.divide(problem, ds_bytes, gpu)
     whole = division.problem
     counts = Counter(case_of(case, part) for part in division.chunks)
     return [

@@ -2,8 +2,8 @@
 
 A tile of dV is 256 keys of a part of a KV head's query heads, with a step for 128 queries of each
 that see any of them; every step writes its dS. Tiles of the products are 256 rows of dK, of such a
-part, or of dQ, of one query head; every step reads 256 x 128 elements of dS. In mxfp8 dS is stored
-twice, a byte each, and each result reads its own.
+part, or of dQ, of one query head; every step reads 256 x 128 elements of dS. In mxfp8 these are a
+byte each, and their scales are stored twice, of which each result reads its own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from lab.whole.problem import Tile
 ROWS, STEP = 256, 128
 #: Tensor-core clocks of a step in a CTA pair: S, dP and dV; one product of dS.
 DV, PRODUCT = 3 * 1024.0, 1024.0
-#: Bytes of dS in a step; in mxfp8 those of each of two forms, with their scales.
-DS, DS_MXFP8 = 2.0 * ROWS * STEP, 33 / 32 * ROWS * STEP
+#: Bytes of dS in a step; in mxfp8 those of the codes, and of the scales of either result.
+DS = 2.0 * ROWS * STEP
+CODES, SCALES = 1.0 * ROWS * STEP, ROWS * STEP / 32
 
 Lengths = tuple[int, int]
 
@@ -61,7 +62,7 @@ def dv_tiles(
             return Tile(0.0)
         steps, masked = (count * query_heads for count in dv_steps(block, lengths, case.bounds))
         reads, writes = 2 * ROW * size * rows, result * rows
-        own = reads + writes + (DS if size == 1 else 2 * DS_MXFP8) * steps
+        own = reads + writes + (DS if size == 1 else CODES + 2 * SCALES) * steps
         return Tile(DV * size * steps, 0, 0.0, own, DV * size * masked * masks, reads, writes)
 
     return tiles_of_keys(case, tiling, ROWS, head_parts, of)
@@ -74,14 +75,14 @@ def product_order(case: Case, head_parts: int) -> GemmOrder:
     return GemmOrder.of(case.seqlen_k, case.seqlen_q, part, mask)
 
 
-def read_again(order: GemmOrder, gpu: Gpu) -> float:
+def read_again(order: GemmOrder, gpu: Gpu, element_bytes: int = 2) -> float:
     """Share of dS that the tiles of dQ read from the GPU's HBM although those of dK have, or the
     other way.
 
     Both pass the same place of dS at the same time, if they run at the same time: as many of either
     kind do as half of the CTA pairs. Where a head's dS fits into L2 that does not matter.
     """
-    if order.blocks_k * order.blocks_q * ROWS * ROWS * 2 <= gpu.l2_bytes_for_tiles:
+    if order.blocks_k * order.blocks_q * ROWS * ROWS * element_bytes <= gpu.l2_bytes_for_tiles:
         return 0.0
     return max(0.0, 1 - gpu.pairs / 2 / order.blocks_k)
 
@@ -94,10 +95,9 @@ def product_tiles(
     order = product_order(case, head_parts)
     part, grid = order.heads, (order.num_tiles, heads, case.batch)
     partial = head_parts > 1 if partial is None else partial
-    of_dk, again = PARTIAL_ROW if partial else ROW, read_again(order, tiling.gpu)
-    ds, size = DS, tiling.element_bytes / 2
-    if size < 1:
-        ds, again = DS_MXFP8, 1.0
+    of_dk, size = PARTIAL_ROW if partial else ROW, tiling.element_bytes / 2
+    again = read_again(order, tiling.gpu, tiling.element_bytes)
+    ds, scales = (DS, 0.0) if size == 1 else (CODES, SCALES)
 
     @functools.cache
     def of(number: int, query_heads: int, lengths: Lengths) -> Tile:
@@ -107,11 +107,11 @@ def product_tiles(
             return Tile(0.0)
         if of_keys:
             steps, writes = dv_steps(block, lengths, case.bounds)[0] * query_heads, of_dk * rows
-            read = ds * steps
+            read = (ds + scales) * steps
         else:
             begin = block * ROWS
             steps = key_steps(begin, begin + rows, lengths, case.bounds, STEP)[0]
-            writes, read = ROW * rows, ds * steps * again
+            writes, read = ROW * rows, (ds * again + scales) * steps
         return Tile(PRODUCT * size * steps, 0, 0.0, writes + read, 0.0, 0.0, writes)
 
     found = []

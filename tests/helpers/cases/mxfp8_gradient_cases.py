@@ -1,8 +1,9 @@
 """Gradients in mxfp8 for tests, and what they are compared with.
 
 The reference is float64 over what the operands stand for.  The tolerance is twice the error of the
-same in float32 with P and dS rounded as the kernels round them, and twice the rounding of the
-result.
+same in float32 with P rounded as the kernels round it, and dS with a scale for each 32 elements
+that are summed, the smallest block of mxfp8, where kernels have one for 32 x 32; and twice the
+rounding of the result.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ def inputs(lengths, heads, batch=None, dtype=torch.bfloat16, device="cpu"):
     return [t.requires_grad_() for t in tensors]
 
 
-def run(tensors, begins=(None, None), dlse=False, **options):
+def run(tensors, begins=(None, None), dlse=False, dout_factors=1.0, **options):
     """Return (out, dout, dlse, gradients of q, k and v) of a call and its backward.  begins: of
-    packed sequences, with `options` of theirs."""
+    packed sequences, with `options` of theirs; dout_factors: what normal numbers are multiplied
+    with to be dout."""
     given = quantize_mxfp8_training(*tensors, *begins)
     if begins[0] is None:
         out, lse = flash_attn_func(**given._asdict(), return_lse=True, **options)
     else:
         sides = {"cu_seqlens_q": begins[0], "cu_seqlens_k": begins[1]}
         out, lse = flash_attn_varlen_func(**given._asdict(), **sides, return_lse=True, **options)
-    dout = torch.randn(out.shape).to(out)
+    dout = torch.randn(out.shape).to(out) * dout_factors
+    dout = dout.to(out.dtype)
     of_lse = torch.randn(lse.shape).to(lse) if dlse else None
     results = (out, lse) if dlse else (out,)
     found = torch.autograd.grad(results, tensors, (dout, of_lse) if dlse else (dout,))
@@ -77,8 +80,8 @@ class Exact:
 
 
 def expected(exact, dout, out, dlse=None, rounds=False, **options):
-    """Return gradients of q, k and v of dense tensors.  rounds: in float32, with P and dS rounded
-    as the kernels round them."""
+    """Return gradients of q, k and v of dense tensors.  rounds: in float32, with P and dS
+    rounded."""
     dtype, chosen = (
         torch.float32 if rounds else torch.float64,
         reference.AttentionOptions(**options),
@@ -120,10 +123,13 @@ def _in_blocks(values):
     return rounded.flatten(1)[:, :columns]
 
 
-def errors(found, exact, dout, out, dlse=None, **options):
-    """Return {gradient: (largest error, tolerance)}."""
+def errors(found, exact, dout, out, dlse=None, rows=None, **options):
+    """Return {gradient: (largest error, tolerance)}.  rows: queries whose dq is looked at, and
+    nothing else; None: all gradients."""
     wanted = expected(exact, dout, out, dlse, **options)
     rounded = expected(exact, dout, out, dlse, rounds=True, **options)
+    if rows is not None:
+        found, wanted, rounded = ([dq.cpu()[:, rows]] for dq, *_ in (found, wanted, rounded))
     return {
         name: (
             (own.cpu().double() - value).abs().amax().item(),
@@ -134,7 +140,8 @@ def errors(found, exact, dout, out, dlse=None, **options):
     }
 
 
-def accurate(found, exact, dout, out, dlse=None, **options):
-    """Assert that gradients are."""
-    for name, (error, tolerance) in errors(found, exact, dout, out, dlse, **options).items():
+def accurate(found, exact, dout, out, dlse=None, rows=None, **options):
+    """Assert that gradients are; rows: see `errors`."""
+    found_errors = errors(found, exact, dout, out, dlse, rows, **options)
+    for name, (error, tolerance) in found_errors.items():
         assert error <= tolerance, (name, error, tolerance)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from .....softmax_emu.pattern import Ex2Pattern
 from ....backward.mxfp8_ds import CODE_BYTES
 from ....block_scales import ATOM_BYTES, SCALE_ALIGNMENT, SCALE_BYTES
-from ....limits import FLOAT_BYTES, HEAD_DIM
+from ....limits import HEAD_DIM
 from ....plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion, check_fields
 from ....plan.edges import Edge, EdgeTable, Signal
 from ...pair_plan import CTAS, common_regions, with_scale_bytes
@@ -36,7 +36,6 @@ class DvMxfp8Plan(DvPlan):
     def smem(self) -> SmemPlan:
         stages, stats = self.ring_stages, (self.stats_stages, self.stats_bytes, 128)
         scales = SCALE_BYTES, SCALE_ALIGNMENT
-        inverses = self.step_columns // 2 * FLOAT_BYTES * len(self.warps.gradient)
         return SmemPlan(
             (
                 SmemRegion.operand("k", 1, self.key_bytes, "128 keys x 256"),
@@ -50,10 +49,8 @@ class DvMxfp8Plan(DvPlan):
                 SmemRegion("ring_scales", stages, *scales, "of the pair's 128 queries"),
                 SmemRegion("lse", *stats, "-LSE in log2 units of 128 queries"),
                 SmemRegion("delta", *stats, "-delta of 128 queries"),
-                SmemRegion("staged", 2, CODE_BYTES, 128,
+                SmemRegion("staged", 2, CODE_BYTES // 2, 128,
                            "codes of dS on their way out, of a warpgroup's 64 queries"),
-                SmemRegion("inverses", self.stats_stages, inverses, 128,
-                           "of dS's scales for dQ, 64 of each gradient warp"),
                 *common_regions(self.edges),
             )
         )  # fmt: skip

@@ -4,23 +4,17 @@ Scores are in registers by half rows (`blackwell.tmem_halves`): a thread has two
 32, 16 apart, and 32 consecutive queries of each.  So four codes of a word are of one thread, and 16
 bytes of dS leave at a time.
 
-NOTE [scales of dS].  dK reduces dS over queries, dQ over keys.  So dS is rounded twice, each time
-with a scale for 32 elements along that side.  The 32 queries of a block for dK are one key's of a
-thread.  The 32 keys of a block for dQ are those of a warp, two of each thread of a half: each lane
-reduces the share of the blocks whose scales it stores (`_scattered_max`), and their inverses come
-back through shared memory.  Scales are the least powers of two that bring the largest magnitude to
-448 at most, as those of the quantizer.  A block with a NaN has any scale: the row of dK or dQ that
-it is of is NaN.
-
-NOTE [two magnitudes in a word].  Over lanes go magnitudes times GROWTH, two in a word, as bf16
-rounded towards zero.  The product is exactly then in the next octave when the magnitude lies beyond
-1.75 of its own, 448 being 1.75 * 2^8.  So the exponent is that of the scale, and is not rounded.
+NOTE [scales of dS].  A scale is that of 32 keys x 32 queries (`backward.mxfp8_ds`, NOTE [square
+blocks]).  The 32 keys of a block are those of a warp, two of each thread of a half; its queries are
+those of the half's threads.  So 16 threads have a block, and four exchanges find its largest
+magnitude.  A scale is the least power of two that brings that to 448 at most, as those of the
+quantizer.  NaN does not count, and stays NaN.
 
 NOTE [staged codes].  Stores of warps read their registers no sooner than they leave the SM, which
-would hold up the loads of the next S.  So codes go to shared memory, and from there by bulk copies
-of 8 KiB, two of a warpgroup: its 64 queries are half of the codes of a kind, one behind the other.
-The warpgroup meets at a named barrier before it stores codes, when those of the step before have
-been read, and behind that.
+would hold up the loads of the next S.  So codes go to shared memory, and from there by a bulk copy
+of 8 KiB of each warpgroup: its 64 queries are half of a tile's codes, one behind the other.  The
+warpgroup meets at a named barrier before it stores codes, when those of the step before have been
+read, and behind that.
 
 NOTE [2^8 times].  P is rounded times 2^P_LOG2, which the exponent of 2 has already.  So dS has this
 factor, too, and its scales are less by it.
@@ -37,7 +31,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....backward.common import Step
-from ....backward.mxfp8_ds import CODE_BYTES, FOR_DK, FOR_DQ, RUN_BYTES, RUN_CODES
+from ....backward.mxfp8_ds import CODE_BYTES, RUN_BYTES, RUN_CODES
 from ....block_scales import ATOM_BYTES
 from ....e4m3_codes import WORD_CODES, codes_of
 from ....limits import WARP_SIZE
@@ -49,12 +43,11 @@ from ...tmem_quads import HALF_LANES
 from ..common import BlackwellBackwardContext, warpgroup
 from ..quads import BEYOND, STEP_QUERIES, WARPGROUP_QUERIES, DsStore, QuadMask, StepDs
 
-#: Queries and keys of a thread, and rows from one key to the other; codes of its scores of a step,
-#: four in a word.
+#: Queries and keys of a thread, and rows from one key to the other; words of its codes of a step.
 QUERIES, KEYS, KEY_DISTANCE = WARPGROUP_QUERIES // 2, 2, HALF_LANES
 WORDS = WARPGROUP_QUERIES // WORD_CODES
 HALF_WORDS = WORDS // 2
-#: Words of all codes of one kind, of a run of 16 queries, and of a key in it.
+#: Words of all codes of a tile, of a run of 16 queries, and of a key in it.
 CODE_WORDS, RUN_WORDS, KEY_WORDS = CODE_BYTES // 4, RUN_BYTES // 4, RUN_CODES // 4
 #: Threads of a warpgroup, and the named barrier of the first one.
 WARPGROUP_THREADS, FIRST_BARRIER = WARPS_PER_WARPGROUP * WARP_SIZE, 1
@@ -63,9 +56,7 @@ P_LOG2 = 8
 #: What is added to the bits of a float32 to round its exponent up beyond 1.75; the exponent of 448
 #: = 1.75 * 2^8.
 ROUND_UP, EXPONENT = 0x1FFFFF, 8
-#: The float32 before 8 / 7: NOTE [two magnitudes in a word].
-GROWTH = float.fromhex("0x1.249248p+0")
-SIGNIFICAND_BITS, EXPONENT_MASK = 23, 0xFF
+SIGNIFICAND_BITS = 23
 #: Bytes of a scale and of the factor that brings dS times 2^P_LOG2 to it, 2^(byte - 127), add up to
 #: this.
 BOTH_BIASES = 254 - P_LOG2
@@ -82,7 +73,7 @@ class StagedTile(NamedTuple):
 class Mxfp8DsStore(DsStore):
     """The stores of dS of the kernel in mxfp8: `backward.mxfp8_ds`."""
 
-    registers: ClassVar[int] = 2 * WORDS + 2
+    registers: ClassVar[int] = WORDS + 1
 
     def tile_numbered(self, ds: cute.Tensor, number: Int32) -> cute.Tensor:
         """Return the first word of a tile, as a tensor of one."""
@@ -104,29 +95,27 @@ class Mxfp8DsStore(DsStore):
             tile, staged = tile
             if half == 0:
                 await_copies()
-            _store_codes(words, half, staged, CODE_WORDS // 2)
+            _store_codes(words, half, staged)
             if half == 1:
                 copy_codes(tile, staged)
         else:
             runs = warpgroup() * (WARPGROUP_QUERIES // RUN_CODES)
-            _store_codes(words, half, tile.iterator + runs * RUN_WORDS, CODE_WORDS)
+            _store_codes(words, half, tile.iterator + runs * RUN_WORDS)
         if half == 1:
-            scales = tile.iterator + 2 * CODE_WORDS
-            _store_scales(scales, words[2 * WORDS], words[2 * WORDS + 1])
+            _store_scales(tile.iterator + CODE_WORDS, words[WORDS])
 
 
-def _store_codes(words: cute.Tensor, half: int, target: cute.Pointer, stride: int) -> None:
-    """Store codes of one key of this thread.  target: first word of the warpgroup's runs; stride:
-    words from those for dK to those for dQ.  Half of a warp stores 256 consecutive bytes."""
+def _store_codes(words: cute.Tensor, half: int, target: cute.Pointer) -> None:
+    """Store codes of one key of this thread.  target: first word of the warpgroup's runs.  Half of
+    a warp stores 256 consecutive bytes."""
     (row, side), runs = half_row(), QUERIES // RUN_CODES
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     key = warp * WARP_SIZE + row + KEY_DISTANCE * half
     target += side * runs * RUN_WORDS + key * KEY_WORDS
-    for codes in (FOR_DK, FOR_DQ):
-        for run in range(runs):
-            source = words.iterator + (codes * WORDS + half * HALF_WORDS + run * KEY_WORDS)
-            place = (target + (codes * stride + run * RUN_WORDS)).align(RUN_CODES)
-            cute.autovec_copy(_some(source, KEY_WORDS), _some(place, KEY_WORDS))
+    for run in range(runs):
+        source = words.iterator + (half * HALF_WORDS + run * KEY_WORDS)
+        place = (target + run * RUN_WORDS).align(RUN_CODES)
+        cute.autovec_copy(_some(source, KEY_WORDS), _some(place, KEY_WORDS))
 
 
 @cute.jit
@@ -139,18 +128,15 @@ def await_copies() -> None:
 
 @cute.jit
 def copy_codes(tile: cute.Tensor, staged: cute.Pointer) -> None:
-    """Copy the warpgroup's codes for dK and those for dQ to a tile, when all of its threads have
-    stored them.  staged: of the former."""
+    """Copy the warpgroup's codes to a tile, when all of its threads have stored them."""
     cute.arch.fence_proxy("async.shared", space="cta")
     _meet()
     if _copies():
         runs = warpgroup() * (WARPGROUP_QUERIES // RUN_CODES) * RUN_WORDS
         words = CODE_WORDS // 2
         atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), Int32, num_bits_per_copy=32 * words)
-        for codes in cutlass.range_constexpr(2):
-            target = tile.iterator + (runs + codes * CODE_WORDS)
-            source = staged + codes * words
-            cute.copy(atom, _some(source, words), _some(target.align(16), words))
+        target = (tile.iterator + runs).align(16)
+        cute.copy(atom, _some(staged, words), _some(target, words))
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -164,19 +150,19 @@ def _meet() -> None:
     cute.arch.barrier(barrier_id=FIRST_BARRIER + warpgroup(), number_of_threads=WARPGROUP_THREADS)
 
 
-def _store_scales(base: cute.Pointer, of_keys: Int32, of_queries: Int32) -> None:
-    """Store this thread's scales to the atoms of a tile: two bytes each of its keys' blocks, and of
-    the queries' whose blocks it has reduced."""
+def _store_scales(base: cute.Pointer, scale: Int32) -> None:
+    """Store the scale of this thread's block to the atoms of a tile, for two keys and for two
+    queries."""
     row, side = half_row()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     block = warpgroup() * 2 + side
     # Row r, block c: byte r % 32 * 16 + r // 32 * 4 + c.
     scales = cute.recast_ptr(base, dtype=cutlass.Uint8)
     for_dk = scales + (row * 16 + warp * 4 + block)
-    for_dq = scales + (row * 32 + block * 4 + warp + ATOM_BYTES)
+    for_dq = scales + (row * 16 + block * 4 + warp + ATOM_BYTES)
     for i in range(2):
-        _some(for_dk + i * 16 * KEY_DISTANCE, 1)[0] = cutlass.Uint8(of_keys >> 8 * i & 0xFF)
-        _some(for_dq + i * 16, 1)[0] = cutlass.Uint8(of_queries >> 8 * i & 0xFF)
+        for target in (for_dk, for_dq):
+            _some(target + i * 16 * KEY_DISTANCE, 1)[0] = cutlass.Uint8(scale)
 
 
 class HalfRowMask(NamedTuple):
@@ -230,58 +216,28 @@ def round_p(p: cute.Tensor, words: cute.Tensor, half: int) -> None:
         rounded[half * HALF_WORDS + word] = codes_of(values)
 
 
-def quantize_ds(ds: cute.Tensor, target: cute.Tensor, inverses: cute.Tensor) -> None:
-    """Round dS of a step for dK and for dQ: NOTE [scales of dS].
+def quantize_ds(ds: cute.Tensor, target: cute.Tensor) -> None:
+    """Round dS of a step: NOTE [scales of dS].
 
-    ds: 64 float32 of this thread.  target: `Mxfp8DsStore.registers` registers.  inverses: 64
-    float32 in shared memory that this warp alone uses, others in the next step.
+    ds: 64 float32 of this thread.  target: `Mxfp8DsStore.registers` registers.
     """
     words = cute.recast_tensor(target, Int32)
-    row, side = half_row()
-    keys = [columns_of(ds, key * QUERIES, QUERIES) for key in range(KEYS)]
-    of_queries = _query_scales(keys)
-    own = _some((inverses.iterator + (side * QUERIES + row * 2)).align(8), 2)
-    factors = cute.make_rmem_tensor(2, Float32)
-    factors[0], factors[1] = (_inverse(scale) for scale in of_queries)
-    cute.autovec_copy(factors, own)
-    of_keys = [_scale((_largest(list_of(key)) + ROUND_UP) >> SIGNIFICAND_BITS) for key in keys]
-    for half, values in enumerate(keys):
-        factor = _inverse(of_keys[half])
-        _round(values, words, FOR_DK * WORDS + half * HALF_WORDS, lambda _: factor)  # noqa: B023
-    cute.arch.sync_warp()
-    by_query = cute.make_rmem_tensor(QUERIES, Float32)
-    cute.autovec_copy(_some((inverses.iterator + side * QUERIES).align(16), QUERIES), by_query)
-    for half, values in enumerate(keys):
-        _round(values, words, FOR_DQ * WORDS + half * HALF_WORDS, lambda i: by_query[i])
-    words[2 * WORDS], words[2 * WORDS + 1] = (a | b << 8 for a, b in (of_keys, of_queries))
+    largest = _largest(list_of(ds))
+    for distance in (8, 4, 2, 1):
+        other = cute.arch.shuffle_sync_bfly(largest, offset=distance)
+        largest = cutlass.max(largest, other)
+    scale = _scale((largest + ROUND_UP) >> SIGNIFICAND_BITS)
+    factor = _inverse(scale)
+    for word in range(WORDS):
+        scaled: list[Float32] = []
+        for i in range(word * WORD_CODES, (word + 1) * WORD_CODES, 2):
+            scaled += cute.arch.mul_packed_f32x2((ds[i], ds[i + 1]), (factor, factor))
+        words[word] = codes_of(scaled)
+    words[WORDS] = scale
 
 
 def list_of(values: cute.Tensor) -> list[Float32]:
     return [values[i] for i in range(cute.size(values))]
-
-
-def _round(values: cute.Tensor, words: cute.Tensor, first: int, factor: Any) -> None:
-    """Round a key's values to words from number `first` on.  factor: of a value, by its number."""
-    for word in range(HALF_WORDS):
-        scaled: list[Float32] = []
-        for i in range(word * WORD_CODES, (word + 1) * WORD_CODES, 2):
-            pair = values[i], values[i + 1]
-            scaled += cute.arch.mul_packed_f32x2(pair, (factor(i), factor(i + 1)))
-        words[first + word] = codes_of(scaled)
-
-
-def _query_scales(keys: list[cute.Tensor]) -> list[Int32]:
-    """Return the bytes of the scales for dQ of two queries, those that this thread stores."""
-    largest = []
-    for i in range(0, QUERIES, 2):
-        pair = [_as_float(_largest([key[i + n] for key in keys])) for n in range(2)]
-        grown = cute.arch.mul_packed_f32x2(pair, (Float32(GROWTH), Float32(GROWTH)))
-        # The upper halves, the second one's above: NOTE [two magnitudes in a word].
-        largest.append(cute.arch.prmt(*(_bits(value) for value in grown), 0x7632))
-    row = half_row()[0]
-    sides = tuple((distance, row // distance % 2) for distance in (8, 4, 2, 1))
-    kept = _scattered_max(largest, sides)[0]
-    return [_scale(kept >> 7 & EXPONENT_MASK), _scale(kept >> 23 & EXPONENT_MASK)]
 
 
 def _largest(values: list[Float32]) -> Int32:
@@ -300,31 +256,6 @@ def _largest(values: list[Float32]) -> Int32:
     )
 
 
-def _scattered_max(words: list[Int32], exchanges: tuple[tuple[int, Int32], ...]) -> list[Int32]:
-    """Return the maxima over lanes of a share of the words, two bf16 each: at each exchange a lane
-    keeps the first half if its side is 0, the second if it is 1, and gives the other one away.
-
-    exchanges: (distance of the other lane, side of this one).
-    """
-    for distance, side in exchanges:
-        half = len(words) // 2
-        is_first = side == 0
-        kept = [cutlass.select_(is_first, a, b) for a, b in zip(words[:half], words[half:])]
-        given = [cutlass.select_(is_first, b, a) for a, b in zip(words[:half], words[half:])]
-        words = [
-            _larger(own, cute.arch.shuffle_sync_bfly(other, offset=distance))
-            for own, other in zip(kept, given)
-        ]
-    return words
-
-
-def _larger(a: Int32, b: Int32) -> Int32:
-    """max.bf16x2 (PTX ISA 9.7.4.8): a NaN loses against a number."""
-    return cute.arch.inline_ptx(
-        "max.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
-    )
-
-
 def _scale(exponent: Int32) -> Int32:
     """Return the byte of the scale of a largest magnitude with this biased exponent, rounded up:
     NOTE [2^8 times]."""
@@ -340,9 +271,3 @@ def _as_float(bits: Int32) -> Float32:
     words = cute.make_rmem_tensor(1, Int32)
     words[0] = bits
     return cute.recast_tensor(words, Float32)[0]
-
-
-def _bits(value: Float32) -> Int32:
-    values = cute.make_rmem_tensor(1, Float32)
-    values[0] = value
-    return cute.recast_tensor(values, Int32)[0]

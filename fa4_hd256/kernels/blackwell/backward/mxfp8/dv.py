@@ -3,7 +3,7 @@
 S^T = K Q^T and dP^T = V dO^T reduce over the head's columns, dV = P^T dO over queries.  So dO comes
 twice, with blocks along either side.  Each passes in one piece of 16 KiB, with its scales.  P is
 rounded times 2^8, with one constant scale.  dS is made of P in float32, and leaves in e4m3 with
-scales of two kinds (`ds`), codes through shared memory.
+scales of square blocks (`ds`), codes through shared memory.
 
 NOTE [scales over S and dP].  dV, S and dP take 512 columns of tensor memory, all there are.  Scales
 lie over what is in registers already, copied there by tcgen05.cp before each MMA: those of S(i + 1)
@@ -131,9 +131,8 @@ class DvMxfp8Kernel(BlackwellBackward):
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
-        warps = len(self.warps.gradient)
-        staged = cute.make_layout((CODE_WORDS, warps // WARPS_PER_WARPGROUP))
-        inverses = cute.make_layout((WARPGROUP_QUERIES, warps, self.plan.stats_stages))
+        warpgroups = len(self.warps.gradient) // WARPS_PER_WARPGROUP
+        staged = cute.make_layout((CODE_WORDS // 2, warpgroups))
         return {
             "k": memory.operand("k", CTA_ROWS, ROW_ELEMENTS, 1),
             "v": memory.operand("v", CTA_ROWS, ROW_ELEMENTS, 1),
@@ -145,7 +144,6 @@ class DvMxfp8Kernel(BlackwellBackward):
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
             "staged": cute.make_tensor(memory.region("staged", Int32, 128), staged),
-            "inverses": cute.make_tensor(memory.region("inverses", Float32, 128), inverses),
         }
 
     # ------------------------------------------------------------ load
@@ -368,15 +366,13 @@ class DvMxfp8Kernel(BlackwellBackward):
             part = self.later_columns, WARPGROUP_COLUMNS
             result = self._result(context, undrained)
             states = self.result.drain(context, result, states, part)
-        buffer = states["stats_loaded"].index
-        delta = self._thread_stats(context, "delta", buffer)
+        delta = self._thread_stats(context, "delta", states["stats_loaded"].index)
         for key in cutlass.range_constexpr(KEYS):
             part = columns_of(dp, key * QUERIES, QUERIES)
             score_gradients(part, columns_of(factors, key * QUERIES, QUERIES), delta)
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        quantize_ds(dp, ds, context.smem["inverses"][None, warp, buffer])
+        quantize_ds(dp, ds)
         return states
 
     def _store_p_scales(self, address: Any) -> None:

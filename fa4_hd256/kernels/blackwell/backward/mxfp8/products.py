@@ -1,6 +1,6 @@
 """The GEMMs of a stored dS in mxfp8: `backward.products` with block-scaled MMAs.
 
-A tile of dS holds codes for dK, with scales of 32 queries, and codes for dQ, with scales of 32 keys
+A tile of dS holds codes for both, and their scales by keys, for dK, and by queries, for dQ
 (`backward.mxfp8_ds`).  Q and K have their blocks along the rows, which are reduced over.  There is
 one accumulator, since scales need a place behind it.
 """
@@ -99,10 +99,11 @@ class ProductsMxfp8Kernel(BlackwellBackward):
     # ------------------------------------------------------------ load
 
     def _load_ds(self, context: Context, position: Walk, target: LoadTarget) -> None:
-        """Load this CTA's 128 x 128 of dS, in the codes of the result, and their scales."""
+        """Load this CTA's 128 x 128 of dS, and the scales of the result."""
         (barrier, stage), number = target, position.ds_number(context.cta_rank)
-        which = cutlass.select_(position.tile.of_keys, Int32(FOR_DK), Int32(FOR_DQ))
-        for name, source in zip(("ds", "ds_scales"), context.tensors.loads[-2:]):
+        atom = cutlass.select_(position.tile.of_keys, Int32(FOR_DK), Int32(FOR_DQ))
+        loads = context.tensors.loads[-2:]
+        for name, which, source in zip(("ds", "ds_scales"), (0, atom), loads):
             to_smem, from_global = cpasync.tma_partition(
                 source.atom,
                 0,
@@ -156,10 +157,10 @@ def _tma_view(ds: cute.Tensor, is_scale: bool) -> TmaTensor:
     rows, columns = (1, ATOM_ELEMENTS) if is_scale else BOX
     heads, units, of_unit, _ = ds.shape
     layout = cute.make_layout(
-        (rows, columns, 2, units * of_unit, heads),
+        (rows, columns, 2 if is_scale else 1, units * of_unit, heads),
         stride=(columns, 1, rows * columns, TILE_ELEMENTS, ds.stride[0]),
     )
-    first = ds.iterator + (2 * CODE_ELEMENTS if is_scale else 0)
+    first = ds.iterator + (CODE_ELEMENTS if is_scale else 0)
     view = cute.make_tensor(first.align(16), layout)
     box = cute.make_layout((rows, columns), stride=(columns, 1))
     info = cpasync.make_tiled_tma_atom(load, view, box, (rows, columns))
