@@ -11,7 +11,9 @@ import sm100_sim
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
 from fa4_hd256.check.reference import visible
+from fa4_hd256.kernels.backward import mxfp8_ds
 from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
+from fa4_hd256.kernels.block_scales import ATOM_BYTES
 from lab.model import backward as model_of_backward
 from lab.model import ours, samples
 from lab.model.backward import Backward
@@ -346,6 +348,23 @@ def test_samples_of_mxfp8_s_dv_tell_masked_steps_apart(kernel):
     costs = found.begin, found.each, found.rate, found.mask
     assert costs == pytest.approx((5000.0, 4000.0, 2.0, 0.25))
     assert min(row.masked / row.work for row in rows) < 0.25
+
+
+def test_bytes_of_ds_in_mxfp8_are_those_of_its_tiles():
+    """Two tiles a step; each result reads all codes and its own scales."""
+    dv, products = dv_tiles(FULL, MXFP8, 1), product_tiles(FULL, MXFP8, 1)
+    steps = dv[0].work / (DV / 2)
+    assert dv[0].own_bytes - dv[0].reads - dv[0].writes == 2 * mxfp8_ds.TILE_BYTES * steps
+    steps = products[0].work / (PRODUCT / 2)
+    read = products[0].own_bytes - products[0].writes
+    assert read == 2 * (mxfp8_ds.CODE_BYTES + ATOM_BYTES) * steps
+
+
+def test_chunks_in_mxfp8_have_room_for_its_ds():
+    """All of dS fits where half of that of 16 bits does."""
+    plain, smaller = (backward_chunks(FULL, 300 << 20, B200, in_mxfp8) for in_mxfp8 in (False, True))
+    assert sum(chunk.count for chunk in plain) > 1
+    assert [chunk.count for chunk in smaller] == [1]
 
 
 OTHER_KERNELS = [
