@@ -362,7 +362,9 @@ def test_bytes_of_ds_in_mxfp8_are_those_of_its_tiles():
 
 def test_chunks_in_mxfp8_have_room_for_its_ds():
     """All of dS fits where half of that of 16 bits does."""
-    plain, smaller = (backward_chunks(FULL, 300 << 20, B200, in_mxfp8) for in_mxfp8 in (False, True))
+    plain, smaller = (
+        backward_chunks(FULL, 300 << 20, B200, is_small) for is_small in (False, True)
+    )
     assert sum(chunk.count for chunk in plain) > 1
     assert [chunk.count for chunk in smaller] == [1]
 
