@@ -8,6 +8,12 @@ import torch
 from fa4_hd256.run.execute import maker
 
 
+def test_zeros(device):
+    make = maker((300, 7), torch.float32, torch.empty(0, device=device).device, is_zero=True)
+    make().fill_(1)
+    assert not make().any()
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["first outside", "first inside"])
 def test_inference_mode(first, device):
     """A tensor belongs to the mode in which it is made, whatever the maker was made in."""
