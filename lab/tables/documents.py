@@ -76,6 +76,8 @@ def read_markdown(text: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
 
 
+#: Sampling of the tables of an H200: seconds a row.
+_FEW_RUNS = ("--warmup", "8", "--runs", "48")
 #: Pages that explain several tables.
 _TIMING = "lab/docs/timing.md"
 _THROUGHPUT = "lab/docs/throughput.md"
@@ -128,17 +130,17 @@ DOCUMENTS = {
         )
         for name, title, options, *more in (
             ("", "The forward",
-             ("--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16"), "cuDNN"),
-            ("_backward", "The backward",
-             ("--direction", "backward", "--group", "'h200 dense'"), "cuDNN"),
-            ("_windows", "Windows", ("--group", "'h200 window'"), "cuDNN"),
-            # cuDNN takes no packed sequences.
-            ("_varlen", "Packed sequences", ("--group", "'h200 varlen'")),
-            ("_prefill", "Chunked prefill",
-             ("--direction", "forward", "--group", "'chunked prefill'"), "cuDNN"),
-            ("_mha", "The forward of MHA",
-             ("--direction", "forward", "--group", "mha", "--warmup", "8", "--runs", "48"),
+             ("--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16", *_FEW_RUNS),
              "cuDNN"),
+            ("_backward", "The backward",
+             ("--direction", "backward", "--group", "'h200 dense'", *_FEW_RUNS), "cuDNN"),
+            ("_windows", "Windows", ("--group", "'h200 window'", *_FEW_RUNS), "cuDNN"),
+            # cuDNN takes no packed sequences.
+            ("_varlen", "Packed sequences", ("--group", "'h200 varlen'", *_FEW_RUNS)),
+            ("_prefill", "Chunked prefill",
+             ("--direction", "forward", "--group", "'chunked prefill'", *_FEW_RUNS), "cuDNN"),
+            ("_mha", "The forward of MHA",
+             ("--direction", "forward", "--group", "mha", *_FEW_RUNS), "cuDNN"),
             ("_mha_backward", "The backward of MHA",
              ("--direction", "backward", "--group", "mha", "--warmup", "4", "--runs", "24"),
              "cuDNN"),
