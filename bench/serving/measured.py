@@ -103,12 +103,14 @@ class Load:
         return replace(self, requests=min(self.requests, 32), prompt=min(self.prompt, 1024))
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Return prompts of random tokens, in every process the same."""
+        """Return prompts of random tokens, in every process the same. The last token of the
+        vocabulary is left out: SGLang 0.5.23 names it 0 where it returns log-probabilities of a
+        prompt."""
         draw = random.Random(0)
         lengths = [
             draw.randint(self.prompt // 2, 3 * self.prompt // 2) for _ in range(self.requests)
         ]
-        return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+        return [[draw.randrange(3, vocabulary - 1) for _ in range(length)] for length in lengths]
 
 
 class Cache(NamedTuple):
