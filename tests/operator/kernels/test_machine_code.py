@@ -144,7 +144,7 @@ SMALL = {
         ), 40,
     ),
     "preprocess": (
-        KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(BF16)), 64,
+        KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(BF16), HOPPER), 40,
     ),
     "combine": (
         KernelSpec("forward_combine", kernels_of(named("sm_100a")).combine.of(4, 32),
