@@ -7,11 +7,15 @@ register's value is a constant, or the result of an instruction that is not foll
 words of both matrix descriptors, the distances within a chain of their lower words, that the chain
 has one result, and whether it adds: all that `Chain` has.  The common base of a chain's addresses
 is not followed.
+
+`hazards` looks at scoreboards.  What instructions of fixed latency make, which stall counts order,
+is not looked at.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +26,7 @@ Value: TypeAlias = tuple[str, int]
 Registers: TypeAlias = dict[str, Value]
 
 _WORD = 0xFFFFFFFF
+_REGISTER = re.compile(r"(?<![A-Za-z_])U?R(?:\d+|Z)(?![A-Za-z_\d])")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+$|-?\d+$")
 _OPERANDS = re.compile(
     r"(?:gdesc|(tmem))\[(UR\d+)(?:\+(0x[0-9a-f]+))?\], gdesc\[(UR\d+)\], tmem\[(UR\d+)\], "
@@ -357,3 +362,96 @@ def _agrees(machine: Chain, ptx: Chain) -> bool:
 
 
 # ---------------------------------------------------------------------- scoreboards
+
+#: The scoreboard of an instruction without one: tensor cores take instructions in order, so it is
+#: that of the next one.
+NEXT = -1
+
+#: For each register what is under way: ("read", scoreboard), ("made", scoreboard), or ("loaded",
+#: scoreboard) by a load of tensor memory.
+UnderWay: TypeAlias = dict[str, frozenset[tuple[str, int]]]
+
+
+def hazards(function: SassFunction) -> list[str]:
+    """Return what scoreboards leave open of operands of tcgen05 instructions, as sentences.
+
+    Operands of MMAs, commits and stores must be made before, and not be overwritten until they have
+    been read.  What a load of tensor memory makes may be used when it is there.
+    """
+    found: dict[str, None] = {}
+    entries: list[UnderWay | None] = [None] * len(function.blocks)
+    entries[0] = {}
+    pending = [0]
+    while pending:
+        index = pending.pop()
+        block, state = function.blocks[index], dict(entries[index] or {})
+        for instruction in function.instructions[block.start : block.stop]:
+            found.update(dict.fromkeys(_issue(instruction, state)))
+        for successor in block.successors:
+            known = entries[successor]
+            merged = dict(known or {})
+            for name, marks in state.items():
+                merged[name] = merged.get(name, frozenset()) | marks
+            if known is None or merged != known:
+                entries[successor] = merged
+                pending.append(successor)
+    return list(found)
+
+
+def _issue(instruction: SassInstruction, state: UnderWay) -> Iterator[str]:
+    """Apply an instruction to what is under way; yield what it does too early."""
+    control = instruction.control
+    for name, marks in list(state.items()):
+        state[name] = frozenset(m for m in marks if m[1] == NEXT or not control.waits >> m[1] & 1)
+        if not state[name]:
+            del state[name]
+    said = f"{instruction.offset:#x}: {instruction.text}"
+    reads, targets = _tensor_operands(instruction), written(instruction)
+    for name in reads:
+        if any(what != "read" for what, _ in state.get(name, ())):
+            yield f"{said} reads {name} before it is made"
+    for name in _REGISTER.findall(instruction.operands):
+        if any(what == "loaded" for what, _ in state.get(name, ())):
+            yield f"{said} touches {name}, which a load of tensor memory may still write"
+    for name in targets:
+        if any(what == "read" for what, _ in state.get(name, ())):
+            yield f"{said} overwrites {name}, which may not have been read"
+        state.pop(name, None)
+    if control.sets is not None:
+        how = "loaded" if instruction.base == "LDTM" else "made"
+        for name in targets:
+            state[name] = state.get(name, frozenset()) | {(how, control.sets)}
+    _mark_reads(instruction, reads, state)
+
+
+def _mark_reads(instruction: SassInstruction, reads: list[str], state: UnderWay) -> None:
+    frees = instruction.control.frees
+    if not instruction.base.startswith("UTC"):
+        if frees is not None:
+            for name in reads:
+                state[name] = state.get(name, frozenset()) | {("read", frees)}
+        return
+    mine = NEXT if frees is None else frees
+    for name, marks in list(state.items()):
+        state[name] = frozenset(("read", mine) if m == ("read", NEXT) else m for m in marks)
+    for name in reads:
+        state[name] = state.get(name, frozenset()) | {("read", mine)}
+
+
+def _tensor_operands(instruction: SassInstruction) -> list[str]:
+    """Return the registers that a tcgen05 instruction reads: of matrix descriptors two."""
+    if instruction.base in ("UTCHMMA", "UTCQMMA"):
+        # Scales are two words behind the descriptor.
+        operands = re.sub(r"(idesc\[UR\d+\], )tmem", r"\1scales", instruction.operands)
+        found = re.findall(r"(\w+)\[UR(\d+)", operands)
+        two = ("gdesc", "scales")
+        return [f"UR{int(n) + i}" for kind, n in found for i in range(1 + (kind in two))]
+    if instruction.base == "UTCCP":
+        found = re.findall(r"(\w+)\[UR(\d+)", instruction.operands)
+        return [f"UR{int(n) + i}" for kind, n in found for i in range(1 + (kind == "gdesc"))]
+    if instruction.base == "UTCBAR":
+        return re.findall(r"UR\d+", instruction.operands)
+    if instruction.base == "STTM":
+        data = int(re.findall(r", R(\d+)", instruction.operands)[-1])
+        return [f"R{data + i}" for i in range(_width(instruction.opcode))]
+    return []

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import mma_machine_code
 import pytest
 import torch
-from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx
+from mma_machine_code import Chain, chains_of_machine_code, chains_of_ptx, hazards
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DECODE_NVFP4
@@ -25,6 +26,7 @@ from fa4_hd256.kernels.problem_class import (
 )
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
 from sm100_sim.isa.tensor.descriptors import decode_instruction
 from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
 from sm100_sim.tools.golden.instructions import mma
@@ -80,6 +82,25 @@ def test_every_chain_of_the_ptx_is_in_the_machine_code(name):
     assert Counter(chains_of_machine_code(function, wanted)) == Counter(wanted)
     commits = ptx.count("tcgen05.commit.")
     assert told(function)["UTCBAR"] == commits > 0
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_operands_wait_for_their_scoreboards(name):
+    function, _ = machine_code(name)
+    assert hazards(function) == []
+
+
+#: Bytes of stack of a thread that kernels still have. Only lower it. decode-64: the address of
+#: shared memory, one uniform register that ptxas keeps there, whatever the budgets.
+SPILLS = {"decode-64": 8}
+
+
+@pytest.mark.parametrize("name", specs())
+@pytest.mark.sampled("forward", "backward_products")
+def test_no_kernel_has_local_memory(name):
+    usage = resource_usage(compile_kernel(specs()[name]).cubin)
+    assert usage.local == 0 and usage.stack <= SPILLS.get(name, 0)
 
 
 def forms(chain: Chain) -> set[tuple]:
@@ -154,3 +175,17 @@ def test_an_error_of_the_assembler_is_seen():
         wrong = changed(function, index, operands=operands)
         with pytest.raises(AssertionError, match="begins no chain"):
             chains_of_machine_code(wrong, wanted)
+
+
+def test_a_scoreboard_that_nobody_waits_for_is_seen():
+    """No instruction of the forward waits for anything: operands are overwritten, loads unread."""
+    function, _ = machine_code("forward")
+    copy = object.__new__(SassFunction)
+    copy.name, copy.blocks = function.name, function.blocks
+    copy.instructions = [
+        replace(i, control=replace(i.control, waits=0)) for i in function.instructions
+    ]
+    texts = "\n".join(hazards(copy))
+    assert "may not have been read" in texts
+    assert "which a load of tensor memory may still write" in texts
+    assert mma_machine_code.NEXT not in range(6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from fa4_hd256.kernels.blackwell.forward.config import (
     ForwardConfig,
     ForwardWarpPlan,
 )
+from fa4_hd256.kernels.blackwell.forward.context import LoadRings
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
 from fa4_hd256.kernels.plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
-from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, RingRecord, Signal
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
@@ -30,6 +31,22 @@ def test_the_documented_steps_are_those_of_the_plan():
     steps = page.split("<!-- plan:begin -->\n")[1].split("<!-- plan:end -->")[0]
     assert steps.startswith("| role | in | does |\n")
     assert f"{describe(KERNELS, ForwardConfig())}\n".endswith(f"\n\n{steps}")
+
+
+def test_smem_fits_and_regions_follow_each_other():
+    plan = ForwardConfig().smem
+    end = 0
+    for region in plan.regions:
+        offset = plan.offsets()[region.name]
+        assert offset >= end and offset % region.alignment == 0
+        end = offset + region.num_bytes
+    assert plan.num_bytes == end <= SMEM_CAPACITY
+
+
+def test_tmem_is_used_completely():
+    plan = ForwardConfig().tmem
+    owned = [r for r in plan.regions if r.alias_of is None]
+    assert sum(r.columns for r in owned) == plan.allocated_columns == 512
 
 
 @pytest.mark.parametrize(
@@ -124,6 +141,17 @@ def test_names_that_name_nothing(name):
         named_configs.decode(name, ForwardConfig)
 
 
+def test_arrive_counts_are_derived():
+    """Commit and TMA signal once; warps of one or both CTAs once each."""
+    edges = ForwardConfig().edges
+    assert edges["kv_loaded"].arrive_count == edges["s_done"].arrive_count == 1
+    assert edges["p_first_done"].arrive_count == edges["o_free"].arrive_count == 8
+    assert edges["scale_done"].arrive_count == 4 and edges["q_free"].arrive_count == 1
+    # Both CTAs' bytes land on the leader's barrier.
+    assert edges["q_loaded"].transaction_bytes == 256 * 256 * 2
+    assert edges["kv_loaded"].transaction_bytes == 128 * 256 * 2
+
+
 def test_plans_refuse_overlap_and_overflow():
     with pytest.raises(ValueError, match="overlaps"):
         TmemPlan((TmemRegion("a", 0, 64), TmemRegion("b", 32, 64)))
@@ -141,3 +169,27 @@ def test_edge_tables_refuse_nonsense():
         EdgeTable((edge, edge))
     with pytest.raises(ValueError, match="transaction bytes"):
         EdgeTable((Edge("b", 1, Signal.TMA_PAIR, "x", 1, "y", "z"),))
+
+
+def test_rings_of_a_role_take_their_edges_by_name_in_any_order():
+    edges = ForwardConfig().edges
+    rings = LoadRings.waiting(edges, q="q_free", kv="kv_free")
+    assert (rings.kv.stages, rings["q"].stages) == (edges["kv_free"].stages, edges["q_free"].stages)
+    with pytest.raises(TypeError, match="kv_free"):
+        LoadRings.waiting(edges, "kv_free", "q_free")
+    with pytest.raises(TypeError, match="kv"):
+        LoadRings.waiting(edges, q="q_free")
+
+
+def test_no_ring_record_takes_states_by_position():
+    for kind in KERNELS.classes:
+        KERNELS.kernel(kind)
+    records = _subclasses(RingRecord)
+    assert LoadRings in records and len(records) > 10
+    by_position = [record for record in records if not all(f.kw_only for f in fields(record))]
+    assert not by_position
+
+
+def _subclasses(base: type) -> list[type]:
+    own = base.__subclasses__()
+    return [*own, *(below for one in own for below in _subclasses(one))]
