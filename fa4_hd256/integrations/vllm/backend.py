@@ -11,7 +11,6 @@ In each step it calls the builder once, then for each layer `Impl.do_kv_cache_up
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -157,7 +156,7 @@ class Impl(AttentionImpl[Metadata]):
         for requests in attn_metadata.requests:
             if self.is_encoder and requests.each is not None:
                 # New keys are packed, so that queries are, too.
-                requests = replace(requests, each=None)
+                requests = requests._replace(each=None)
             q, out = _of_requests(query, requests), _of_requests(output, requests)
             causal = requests.causal and not self.is_encoder
             sides = self.reach, 0 if causal else self.reach

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm import envs
@@ -51,11 +51,13 @@ from .kernels import MOST_DENSE, warm_up
 _FEWEST_KEYS = 2048
 #: More queries than a tile has: NOTE [batch invariance].
 _MANY_QUERIES = 257
+#: Places of all requests. `_at` takes no view then: a view takes the host longer than the rest.
+_ALL = slice(None)
 
 
-@dataclass(frozen=True)
-class Requests:
-    """Requests that one call serves.
+class Requests(NamedTuple):
+    """Requests that one call serves. A tuple, since each step makes one for each group of layers,
+    and a frozen dataclass takes the host several times as long.
 
     rows: of q. places: of the requests in the batch. starts: (requests + 1,) int32, offsets of
     queries, from 0. seq_lens: (requests,) int32, keys. longest_q, longest_k: bounds of both. adds:
@@ -146,7 +148,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Build metadata. common_prefix_len is 0; shared prefixes are in all block tables."""
         common = common_attn_metadata
-        images = self._images(common) if common.causal is True else None
+        has_images = common.mm_req_doc_ranges and common.causal is True
+        images = self._images(common) if has_images else None
         return Metadata(
             common.num_actual_tokens, common.slot_mapping, self._requests(common), images
         )
@@ -155,7 +158,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> Metadata:
         requests = tuple(
-            replace(one, block_table=blk_table[one.places]) for one in metadata.requests
+            one._replace(block_table=_at(one.places, blk_table)) for one in metadata.requests
         )
         images = metadata.mm_prefix_range
         if images is not None:
@@ -188,7 +191,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if isinstance(common.causal, torch.Tensor):
             return self._by_causality(common)
         if longest <= self._decode_queries and not self.is_invariant:
-            return (self._of(common, slice(None), 0, longest),)
+            return (self._of(common, _ALL, 0, longest),)
         # The last rows of a prompt may be few: NOTE [batch invariance].
         by_length = not self.is_invariant or common.is_prefilling is None
         decodes, prompts, rows, _ = split_decodes_and_prefills(
@@ -211,15 +214,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         longest_q: int,
         end: int | None = None,
     ) -> Requests:
-        last = None if places.stop is None else places.stop + 1
-        starts = common.query_start_loc[places.start : last]
+        starts = common.query_start_loc
+        if places is not _ALL:
+            last = None if places.stop is None else places.stop + 1
+            starts = starts[places.start : last]
         end = common.num_actual_tokens if end is None else end
         return Requests(
             slice(begin, end),
             places,
             starts - begin if begin else starts,
-            common.seq_lens[places],
-            common.block_table_tensor[places],
+            _at(places, common.seq_lens),
+            _at(places, common.block_table_tensor),
             longest_q,
             self._longest_k(common),
             common.causal is True,
@@ -248,8 +253,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         torch.sub(keys, causal, out=others)
         is_prompt = common.max_query_len > self._decode_queries
         longest = self._longest_q(common.max_query_len, is_prompt)
-        one = replace(self._of(common, slice(None), 0, longest), causal=True, seq_lens=causal)
-        return one, replace(one, causal=False, seq_lens=others, adds=True)
+        one = self._of(common, _ALL, 0, longest)._replace(causal=True, seq_lens=causal)
+        return one, one._replace(causal=False, seq_lens=others, adds=True)
 
     def _images(self, common: CommonAttentionMetadata) -> Images | None:
         """NOTE [images]"""
@@ -286,6 +291,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
+
+
+def _at(places: slice, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of requests. The slice itself says that these are all."""
+    return tensor if places is _ALL else tensor[places]
 
 
 def _rounded_up(keys: int) -> int:
