@@ -9,7 +9,7 @@ SGLang makes one `SGLangBackend` for a model, and for a drafting model one for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,25 +105,61 @@ class SGLangBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        self.forward_metadata = self.graph_step(forward_batch, in_capture, self._step)
+        ahead = self._ahead(forward_batch)
+        if in_capture or ahead is None:
+            constant = () if ahead is None else ("cu_seqlens_q",)
+            step = self.graph_step(forward_batch, in_capture, self._step, constant)
+        else:
+            step = self._graphs[_graph_of(forward_batch)]
+            self._rewrite(step, forward_batch, ahead)
+        self.forward_metadata = step
 
     def graph_step(
         self,
         forward_batch: ForwardBatch,
         in_capture: bool,
         build: Callable[[ForwardBatch, bool], EngineStep],
+        constant: Sequence[str] = (),
     ) -> EngineStep:
-        """Return the filled step of a graph; launches of a capture have the largest bounds."""
-        rows = forward_batch.positions.numel()
-        key = forward_batch.forward_mode, forward_batch.batch_size, rows
+        """Return the filled step of a graph; launches of a capture have the largest bounds.
+        constant: as in `GraphBuffers.hold`."""
+        key = _graph_of(forward_batch)
         step = build(forward_batch, in_capture)
         if not in_capture:
             GraphBuffers.refill(self._graphs[key], step)
         elif self._buffers is None:
             raise RuntimeError("init_cuda_graph_state has not been called before a capture")
         else:
-            self._graphs[key] = self._buffers.hold(step, forward_batch.batch_size)
+            self._graphs[key] = self._buffers.hold(step, forward_batch.batch_size, constant)
         return self._graphs[key]
+
+    def _ahead(self, batch: ForwardBatch) -> int | None:
+        """Return the queries of a request that seq_lens does not count, in a step whose graph fixes
+        the queries of all requests: of decoding, and of drafts in a chain. Else None."""
+        mode = batch.forward_mode
+        if mode.is_target_verify() and self.topk <= 1:
+            _check_equal_drafts(batch)
+            return batch.positions.numel() // batch.batch_size
+        is_draft = self._draft_step is not None and batch.spec_info is not None
+        return 0 if mode.is_decode_or_idle() and not is_draft else None
+
+    def _rewrite(self, step: EngineStep, batch: ForwardBatch, more: int) -> None:
+        """Write what `_chains` returns to the step of a graph. Offsets of queries stay as captured,
+        and results go to the graph's tensors at once: the host bounds a small model's step, so
+        each operation costs. more: as `_ahead` returns it."""
+        step.seqused_k.copy_(batch.seq_lens)
+        if more:
+            step.seqused_k.add_(more)
+        keys = self._most_keys(batch, in_capture=False) + more
+        self._tables.write(step, batch.req_pool_indices, keys)
+        if self._has_window_cache and batch.out_cache_loc is not None:
+            assert step.window_slots is not None
+            slots = self._tables.in_window(batch.out_cache_loc)
+            used = slots.shape[0]
+            step.window_slots[:used].copy_(slots)
+            if used < step.window_slots.shape[0]:
+                # Rows of padding: `_window_slots`.
+                step.window_slots[used:].zero_()
 
     def _step(self, batch: ForwardBatch, in_capture: bool = False) -> EngineStep:
         mode = batch.forward_mode
@@ -149,12 +185,13 @@ class SGLangBackend(AttentionBackend):
     def _chains(self, batch: ForwardBatch, queries: int, more: int, in_capture: bool) -> EngineStep:
         requests, keys = batch.batch_size, self._most_keys(batch, in_capture) + more
         device = batch.seq_lens.device
-        starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
+        end = requests * queries + 1
+        lengths = batch.seq_lens if more == 0 else batch.seq_lens + more
         return self._bounded(
             EngineStep(
-                starts,
+                torch.arange(0, end, queries, dtype=torch.int32, device=device),
                 queries,
-                (batch.seq_lens + more).to(torch.int32),
+                lengths.to(torch.int32),
                 min(keys, self._tables.positions),
                 **self._tables.of_requests(batch.req_pool_indices, keys),
                 **self._window_slots(batch),
@@ -201,11 +238,7 @@ class SGLangBackend(AttentionBackend):
         return ImageRows.of(spans, new, before, batch.seq_lens.device)
 
     def _verification(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
-        if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
-            raise NotImplementedError(
-                "drafts of different lengths are verified (SGLANG_RAGGED_VERIFY_MODE); accepted: "
-                "equally many of each request"
-            )
+        _check_equal_drafts(batch)
         nodes = batch.positions.numel() // batch.batch_size
         step = self._chains(batch, nodes, nodes, in_capture)
         if self.topk <= 1:
@@ -246,7 +279,9 @@ class SGLangBackend(AttentionBackend):
         slots = self._tables.in_window(batch.out_cache_loc)
         # Rows of padding in a graph write to slot 0, which no request has.
         padding = batch.positions.numel() - slots.shape[0]
-        return {"window_slots": torch.nn.functional.pad(slots, (0, max(padding, 0)))}
+        if padding > 0:
+            slots = torch.nn.functional.pad(slots, (0, padding))
+        return {"window_slots": slots}
 
     # Attention of a layer.
 
@@ -400,6 +435,19 @@ class SGLangDraft:
     def _share(self, draft: EngineStep) -> None:
         for step, backend in enumerate(self.attn_backends):
             backend.forward_metadata = draft.of_draft(step)
+
+
+def _graph_of(batch: ForwardBatch) -> tuple[ForwardMode, int, int]:
+    """Return the key of a batch's graph."""
+    return batch.forward_mode, batch.batch_size, batch.positions.numel()
+
+
+def _check_equal_drafts(batch: ForwardBatch) -> None:
+    if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
+        raise NotImplementedError(
+            "drafts of different lengths are verified (SGLANG_RAGGED_VERIFY_MODE); accepted: "
+            "equally many of each request"
+        )
 
 
 def _keys_of(step: EngineStep, window: int | None, reach: int | None) -> dict[str, Any]:

@@ -140,7 +140,27 @@ class Tables:
         return self._columns[: -(-min(keys, self.positions) // self.page_size)]
 
     def of_requests(self, requests: torch.Tensor, keys: int) -> dict[str, Any]:
-        return self.of_pages(requests, self.columns(keys))
+        """Return the tables of the pages that a request's first keys take."""
+        slots = self._first_slots(requests, keys)
+        tables = {"page_table": self._numbers(slots)}
+        if self._to_window is not None:
+            tables["window_table"] = self._numbers(self._to_window(slots))
+        return tables
+
+    def write(self, step: EngineStep, requests: torch.Tensor, keys: int) -> None:
+        """Write the tables of `of_requests` to those of a step, which may have more columns. Raises
+        ValueError for another number of requests."""
+        slots = self._first_slots(requests, keys)
+        if slots.shape[0] != step.page_table.shape[0]:
+            # An `out` of another shape would get other memory than the graph reads.
+            raise ValueError(
+                f"a batch has {slots.shape[0]} requests; accepted: {step.page_table.shape[0]}, as "
+                "many as its graph has"
+            )
+        self._write_numbers(step.page_table, slots)
+        if self._to_window is not None:
+            assert step.window_table is not None
+            self._write_numbers(step.window_table, self._to_window(slots))
 
     def of_pages(self, requests: torch.Tensor, pages: torch.Tensor) -> dict[str, Any]:
         """Return the tables of chosen pages. pages: (pages,), or (requests, pages): numbers in the
@@ -155,8 +175,21 @@ class Tables:
     def in_window(self, slots: torch.Tensor) -> torch.Tensor:
         return slots if self._to_window is None else self._to_window(slots)
 
+    def _first_slots(self, requests: torch.Tensor, keys: int) -> torch.Tensor:
+        """Return the slot of the first row of each page, (requests, pages) int32."""
+        first = self.req_to_token[:, : min(keys, self.positions) : self.page_size]
+        return first.index_select(0, requests)
+
     def _numbers(self, slots: torch.Tensor) -> torch.Tensor:
         return (slots if self.page_size == 1 else slots // self.page_size).to(torch.int32)
+
+    def _write_numbers(self, table: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write what `_numbers` returns, without a tensor between."""
+        table = table[:, : slots.shape[1]]
+        if self.page_size == 1:
+            table.copy_(slots)
+        else:
+            torch.floor_divide(slots, self.page_size, out=table)
 
 
 def draft_steps(
@@ -239,11 +272,17 @@ class GraphBuffers:
     def __init__(self, most_requests: int) -> None:
         self._most_requests = most_requests
         self._flat: dict[str, torch.Tensor] = {}
+        self._constants: list[torch.Tensor] = []
 
-    def hold(self, step: EngineStep, requests: int) -> EngineStep:
-        """Return a step of the same values in tensors of this object."""
+    def hold(self, step: EngineStep, requests: int, constant: Sequence[str] = ()) -> EngineStep:
+        """Return a step of the same values in tensors of this object. constant: names of tensors
+        that no replay writes, which stay the step's own."""
         held: dict[str, Any] = {}
         for name, tensor in step.tensors().items():
+            if name in constant:
+                # Also read by this graph when another capture takes its place in the backend.
+                self._constants.append(tensor)
+                continue
             flat = self._flat.get(name)
             # A graph captured before keeps the tensor that it has.
             if flat is None or flat.numel() < tensor.numel() or flat.dtype != tensor.dtype:

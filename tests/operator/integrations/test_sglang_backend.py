@@ -319,6 +319,39 @@ def test_replays_of_a_graph(engine):
         server.accurate(q, out, [1] * count, keys[:count], layer.layer_id, causal=True, **options)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_interleaved_replays(engine, page_size):
+    """Graphs of decoding and of drafts share tensors. Each replay has the values of a step without
+    a graph, whichever was replayed before."""
+    server = engine(
+        page_size=page_size, window=11, has_window_cache=True, speculative_eagle_topk=1,
+        speculative_num_draft_tokens=NODES,
+    )  # fmt: skip
+    backend = server.backend()
+    backend.init_cuda_graph_state(4, 4 * NODES)
+
+    def batches(keys):
+        drafts, _ = verification(server, [count - NODES for count in keys], None)
+        return server.batch(DECODE, [1, 1], keys), drafts
+
+    for batch in batches([NODES + 1] * 2):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    steps = [*batches([37, 41]), *batches([20, 112]), *batches([64, 17])[::-1]]
+    for batch in steps:
+        backend.init_forward_metadata_out_graph(batch)
+        found = backend.forward_metadata
+        backend.init_forward_metadata(batch)
+        expected = backend.forward_metadata.tensors()
+        assert found.tensors().keys() == expected.keys() and "window_table" in expected
+        for name, tensor in expected.items():
+            columns = (slice(None), slice(tensor.shape[1])) if tensor.ndim == 2 else ()
+            assert torch.equal(getattr(found, name)[columns], tensor), name
+    batch.spec_info = SimpleNamespace(ragged_verify_layout=object())
+    batch.forward_mode = VERIFY
+    with pytest.raises(NotImplementedError, match="drafts of different lengths"):
+        backend.init_forward_metadata_out_graph(batch)
+
+
 @pytest.mark.cuda
 def test_a_captured_graph(engine):
     """One graph serves other requests and lengths than those of its capture."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -60,6 +62,25 @@ def test_requests(page_size):
     # No more than a request can have.
     assert tables.of_requests(requests, 1000)["page_table"].shape == (2, 64 // page_size)
     assert "window_table" not in Tables(slots, page_size).of_requests(requests, 48)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("to_window", [None, other])
+def test_tables_of_a_graph(page_size, to_window):
+    """Written in place: columns behind the keys stay; another number of requests is an error."""
+    tables = Tables(slots_of(4, 64, page_size), page_size, to_window)
+    requests, keys = torch.tensor([3, 1]), 33
+    given = tables.of_requests(torch.tensor([0, 2]), 64)
+    before = {name: table.clone() for name, table in given.items()}
+    step = EngineStep(torch.arange(3, dtype=torch.int32), 1, torch.tensor([33, 20]), 64, **given)
+    tables.write(step, requests, keys)
+    for name, expected in tables.of_requests(requests, keys).items():
+        columns = expected.shape[1]
+        assert columns == -(-keys // page_size)
+        assert torch.equal(given[name][:, :columns], expected)
+        assert torch.equal(given[name][:, columns:], before[name][:, columns:])
+    with pytest.raises(ValueError, match="batch has 1 requests; accepted: 2"):
+        tables.write(step, requests[:1], keys)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -157,3 +178,13 @@ def test_graphs_share_tensors():
     # A larger one gets tensors of its own, and does not move those that a graph has.
     buffers.hold(step_of(9, 4, 9), 9)
     assert addresses == [tensor.data_ptr() for tensor in large.tensors().values()]
+
+
+def test_offsets_that_no_replay_writes():
+    """They are the step's own, and as long as the buffers are there."""
+    buffers, step = GraphBuffers(8), step_of(4, 4, 4)
+    held = buffers.hold(step, 4, ("cu_seqlens_q",))
+    assert held.cu_seqlens_q is step.cu_seqlens_q and held.page_table is not step.page_table
+    kept = weakref.ref(step.cu_seqlens_q)
+    del held, step
+    assert kept() is not None
