@@ -181,7 +181,7 @@ def test_graphs_share_tensors():
 
 
 def test_offsets_that_no_replay_writes():
-    """They are the step's own, and as long as the buffers are there."""
+    """Constant tensors stay the step's own, and live as long as the buffers."""
     buffers, step = GraphBuffers(8), step_of(4, 4, 4)
     held = buffers.hold(step, 4, ("cu_seqlens_q",))
     assert held.cu_seqlens_q is step.cu_seqlens_q and held.page_table is not step.page_table
