@@ -250,7 +250,9 @@ def test_an_encoder(config, kind):
 
 @pytest.mark.sampled
 def test_batch_invariance(config, monkeypatch):
-    """Rows have the same bits alone, beside longer requests, and in other parts of a prompt."""
+    """Rows have the same bits alone, beside longer requests, and in other parts of a prompt.  Parts
+    that begin later are for a GPU: the simulator multiplies by BLAS, in which the bits of a row
+    follow its place in the tile."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer, step = layer_of(config), Step([1, 9, 40], [600, 41, 700])
     cache = new_cache(step)
@@ -271,13 +273,9 @@ def test_batch_invariance(config, monkeypatch):
             layer, q[begin + first : begin + last], None, None, cache, whole, out
         )
 
-    for row, first, last in (
-        (0, 0, 1),
-        (1, 0, 9),
-        (2, 0, 40),
-        (2, 0, 23),
-        (2, 23, 40),
-        (2, 39, 40),
-    ):
+    parts = [(0, 0, 1), (1, 0, 9), (2, 0, 40), (2, 0, 23)]
+    if place().type == "cuda":
+        parts += [(2, 23, 40), (2, 39, 40)]
+    for row, first, last in parts:
         begin = [0, *step.ends][row]
         assert torch.equal(alone(row, first, last), output[begin + first : begin + last])
