@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
@@ -49,6 +50,8 @@ def check_runner(runner: Any) -> None:
         "context parallelism": parallel.attn_cp_size > 1,
         "--enable-unified-memory": runner.kv_index_translator.is_translating,
         "a window that grows with the prompt": getattr(runner, "prefill_aware_swa", False),
+        # Such a graph would keep the bound of lengths that the host knew when it was captured.
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH": envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
     }
     for name, is_given in refused.items():
         if is_given:

@@ -441,16 +441,15 @@ def run_steps(server, backend, layer, kind):
             item = SimpleNamespace(is_image=lambda: True, offsets=[(keys[0] - 12, keys[0] - 3)])
             batch.mm_inputs = [SimpleNamespace(mm_items=[item])] + [None] * (len(keys) - 1)
         backend.init_forward_metadata(batch)
-        options = {}
-        if kind == "sinks":
-            options["sinks"] = torch.zeros(HEADS, device=server.device)
+        sinks = torch.zeros(HEADS, device=server.device)
+        options = {"sinks": sinks} if kind == "sinks" else {}
         server.attended(backend, layer, batch, sum(queries), **options)
     if kind.startswith("tree"):
         for prefixes in ([5], [900, 30], [600] * 20):
             mask = whole_mask(prefixes, tree(), server.device)
-            backend.init_forward_metadata(verification(server, prefixes, mask)[0])
-            server.attended(backend, layer, verification(server, prefixes, mask)[0],
-                            NODES * len(prefixes))  # fmt: skip
+            batch = verification(server, prefixes, mask)[0]
+            backend.init_forward_metadata(batch)
+            server.attended(backend, layer, batch, NODES * len(prefixes))
 
 
 def server_of(engine, kind):
@@ -662,20 +661,21 @@ def test_wrappers_of_sglang(engine):
         server.accurate(q, out, [3, 20], [40, 20], causal=True)
 
 
-def test_refusals(engine):
+def test_refusals(engine, monkeypatch):
     server = engine(window=5, speculative_eagle_topk=2, speculative_num_draft_tokens=65)
-    runner = server.runner
-    for changes, error, words in (
-        ({"use_mla_backend": True}, NotImplementedError, "a model with MLA is not offered"),
-        ({"dtype": torch.float32}, ValueError, "dtype is torch.float32"),
-        ({"kv_cache_dtype": torch.float8_e5m2}, ValueError, "auto or fp8_e4m3"),
-        ({}, ValueError, "speculative_num_draft_tokens is 65"),
-    ):  # fmt: skip
-        before = {name: getattr(runner, name) for name in changes}
-        runner.__dict__.update(changes)
-        with pytest.raises(error, match=words):
+    for name, value, error, words in (
+        ("use_mla_backend", True, NotImplementedError, "a model with MLA is not offered"),
+        ("dtype", torch.float32, ValueError, "dtype is torch.float32"),
+        ("kv_cache_dtype", torch.float8_e5m2, ValueError, "auto or fp8_e4m3"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error, match=words):
+            patch.setattr(server.runner, name, value)
             server.backend()
-        runner.__dict__.update(before)
+    with pytest.raises(ValueError, match="speculative_num_draft_tokens is 65"):
+        server.backend()
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(NotImplementedError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH is not"):
+        engine().backend()
 
 
 def test_layers_that_are_refused(engine):
