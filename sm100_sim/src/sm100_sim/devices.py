@@ -29,6 +29,8 @@ VARIABLE = "SM100_SIM_DEVICE"
 REGISTER_FILE = 65_536
 MAX_THREADS = 1024
 SHARED_OF_AN_SM, SHARED_OPT_IN, SHARED_AT_FIRST = 233_472, 232_448, 49_152
+#: Bytes of a CTA in the mode for oversized shared memory, of compute capability 10.7 (`targets`).
+SHARED_OVERSIZED = 327 << 10
 
 #: cudaDeviceAttr -> value, of those that all devices here share (CUDA runtime API).
 _COMMON = {
@@ -47,7 +49,7 @@ _COMMON = {
 }
 #: cudaDeviceAttr -> value, of compute capability 10.7 (CUDA 13.5; `targets`).
 _RUBIN = {
-    150: 327 << 10,  # oversized shared memory per block
+    150: SHARED_OVERSIZED,  # oversized shared memory per block
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .devices import SHARED_OF_AN_SM, SHARED_OPT_IN
+from .devices import SHARED_OF_AN_SM, SHARED_OPT_IN, SHARED_OVERSIZED
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Limits:
 
 
 _LIMITS = Limits()
-_RUBIN = Limits(columns=576, shared_of_an_sm=328 << 10, shared_of_a_cta=327 << 10, address_bits=15)
+_RUBIN = Limits(
+    columns=576, shared_of_an_sm=328 << 10, shared_of_a_cta=SHARED_OVERSIZED, address_bits=15
+)
 
 #: Columns of the target that has most.
 MOST_COLUMNS = _RUBIN.columns
