@@ -166,7 +166,7 @@ def test_tree_mask(device):
 
 
 def check_sequences(out, lse, tensors, given, lengths, **options):
-    """Each packed sequence against the reference. lengths: (queries, keys) of each."""
+    """Compare each packed sequence with the reference. lengths: (queries, keys) of each."""
     (q, k, v), begins = tensors, [0, 0]
     for number, (queries, keys) in enumerate(lengths):
         rows = [slice(begin, begin + n) for begin, n in zip(begins, (queries, keys))]
