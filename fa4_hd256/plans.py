@@ -145,9 +145,15 @@ class _Guard:
     """Finds an execution. switches: the environment's, of its key."""
 
     __slots__ = (
-        "_absent", "_check", "_distinct", "_nones", "_present", "_repeated", "execution",
+        "_absent",
+        "_check",
+        "_distinct",
+        "_nones",
+        "_present",
+        "_repeated",
+        "execution",
         "switches",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,

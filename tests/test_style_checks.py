@@ -181,6 +181,7 @@ def test_a_private_word_is_named(checkout, monkeypatch, text, phrase):
 @pytest.mark.parametrize("text, count", [
     ("def f(a: tuple) -> tuple: ...", 2), ("def f(a: tuple[int, ...]): ...", 0),
     ("def role(self, context: Any): ...", 1), ("def role(self, context: Context): ...", 0),
+    ("A = (1,  2)  # fmt: skip", 1),
 ])  # fmt: skip
 def test_annotations_that_say_too_little_are_counted(checkout, monkeypatch, text, count):
     table = dict.fromkeys(style.ANNOTATIONS, ("better", 0, 0))

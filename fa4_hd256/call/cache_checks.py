@@ -200,9 +200,11 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
         rows = call.k_cache.shape[1]
         entries = table[new.sequence, written // rows].long()
         check_within(
-            "a new row belongs to page or batch entry", entries, len(call.k_cache),
+            "a new row belongs to page or batch entry",
+            entries,
+            len(call.k_cache),
             "those of the cache",
-        )  # fmt: skip
+        )
         kind = "batch entry" if call.page_table is None else "page"
         _check_places_apart(entries * rows + written % rows, rows, kind)
     if call.rotary_cos is not None:
@@ -212,9 +214,11 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
         first = call.lengths if call.rotary_seqlens is None else call.rotary_seqlens
         for positions in (new.behind(first), queries.behind(first)):
             check_within(
-                "a row to be rotated is at position", positions, len(call.rotary_cos),
+                "a row to be rotated is at position",
+                positions,
+                len(call.rotary_cos),
                 "the positions of rotary_cos",
-            )  # fmt: skip
+            )
     return counted(call.lengths, call.k, call.cu_seqlens_k_new)
 
 

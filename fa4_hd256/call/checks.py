@@ -447,9 +447,14 @@ def check_mask(
 
 #: Tensors of a call whose first dimension is not the batch.
 _NOT_BY_SEQUENCE = {
-    SCHEDULER_METADATA, *MASK_TABLES, TREE_WORDS, OUT_GATE, *DESCALES, *BLOCK_SCALES,
+    SCHEDULER_METADATA,
+    *MASK_TABLES,
+    TREE_WORDS,
+    OUT_GATE,
+    *DESCALES,
+    *BLOCK_SCALES,
     *FUNCTION_TENSORS,
-}  # fmt: skip
+}
 
 
 def count_sequences(q: torch.Tensor, k: torch.Tensor, others: dict[str, torch.Tensor]) -> int:

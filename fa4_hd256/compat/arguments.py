@@ -162,8 +162,13 @@ _CHUNK = refused("Use a block_mask of fa4_hd256.flash_attn_func for chunked atte
 _WINDOW = honoured("keys before and behind; a negative number is unbounded")
 #: Lengths of packed sequences, which all three libraries and our functions name alike.
 SEQUENCES = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k",
-)  # fmt: skip
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "seqused_q",
+    "seqused_k",
+)
 _SEQUENCES = dict.fromkeys(SEQUENCES, honoured())
 _CACHE = {
     "k_cache": _TENSORS,

@@ -150,9 +150,14 @@ def _flash_attn_bwd(
 
 #: Options of the backward. The last one changes nothing.
 _OF_BACKWARD = (
-    "softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
-    "cu_seqlens_k", "deterministic",
-)  # fmt: skip
+    "softmax_scale",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "deterministic",
+)
 
 
 #: Options of the adapter that change nothing of PyTorch's own attention.

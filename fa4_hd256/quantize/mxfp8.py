@@ -100,9 +100,11 @@ def quantize_mxfp8(
     found = [
         quantized(name, tensor, offsets, along_rows=name == "v")
         for name, tensor, offsets in (
-            ("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k),
+            ("q", q, cu_seqlens_q),
+            ("k", k, cu_seqlens_k),
+            ("v", v, cu_seqlens_k),
         )
-    ]  # fmt: skip
+    ]
     codes, scales = zip(*found, strict=True)
     return Mxfp8(*codes, *scales)
 

@@ -67,9 +67,14 @@ def described(
         config = named_configs.decode(values.config, *kinds)
     longest = values.max_seqlen_q, values.max_seqlen_k
     problem = Problem.describe(
-        operands_of(tensors), options, tensors.sink, others, *longest, config,
+        operands_of(tensors),
+        options,
+        tensors.sink,
+        others,
+        *longest,
+        config,
         None if out is None else out.dtype,
-    )  # fmt: skip
+    )
     num_splits = values.num_splits
     if num_splits == BY_RULE and "cu_seqlens_k" in others and values.max_seqlen_k is None:
         # No bound on the keys of a tile is known, from which their splits follow.

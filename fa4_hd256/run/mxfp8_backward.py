@@ -41,9 +41,10 @@ def plan_call(given: Sequence[Any], values: ForwardValues) -> LaunchPlan:
     device = batched.out.device
     config, gpu = config_of(values.config, device), gpu_of(device)
     problem = described(
-        batched, Options.of_operator(values, (None, None)),
+        batched,
+        Options.of_operator(values, (None, None)),
         (values.max_seqlen_q, values.max_seqlen_k),
-    )  # fmt: skip
+    )
     builder = PlanBuilder.for_tensors(device, Mxfp8BackwardTensors._fields, tensors)
     has_batch = dict.fromkeys("qkv", tensors.q.ndim == batched.q.ndim)
     if not problem.ds_bytes:

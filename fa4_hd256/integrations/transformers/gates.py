@@ -81,10 +81,15 @@ def _forward(
     function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     is_ours = _is_ours(function)
     out, weights = function(
-        self, query, key, value, attention_mask,
-        dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling,
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
         **options | ({OUT_GATE: gate} if is_ours else {}),
-    )  # fmt: skip
+    )
     out = out.reshape(*shape, -1).contiguous()
     if not is_ours:
         out = out * torch.sigmoid(gate.reshape(*shape, -1))

@@ -240,9 +240,14 @@ class Impl(AttentionImpl[Metadata]):
 
         # vLLM's kernel takes e4m3 as the bytes that the cache holds.
         reshape_and_cache_flash(
-            key, value, *self._halves(kv_cache), slot_mapping, self.kv_cache_dtype, layer._k_scale,
+            key,
+            value,
+            *self._halves(kv_cache),
+            slot_mapping,
+            self.kv_cache_dtype,
+            layer._k_scale,
             layer._v_scale,
-        )  # fmt: skip
+        )
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of keys and of values, (blocks, block size, heads_kv, 256)."""

@@ -77,9 +77,10 @@ def reciprocals(values: Sequence[Float32]) -> list[Float32]:
     first, second = (_product(part) for part in (values[:half], values[half:]))
     inverse = cute.arch.rcp_approx(first * second)
     return [
-        one for part, other in ((values[:half], second), (values[half:], first))
+        one
+        for part, other in ((values[:half], second), (values[half:], first))
         for one in _without_each(part, inverse * other)
-    ]  # fmt: skip
+    ]
 
 
 def _product(values: Sequence[Float32]) -> Float32:

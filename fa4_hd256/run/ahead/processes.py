@@ -95,9 +95,12 @@ def _start(specs: Sequence[KernelSpec], errors: IO[bytes]) -> subprocess.Popen:
     own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with starting_workers():
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=errors, env=own,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=own,
+        )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as orders:
         orders.write(json.dumps(order).encode())

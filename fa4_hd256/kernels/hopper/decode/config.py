@@ -220,8 +220,9 @@ class E4m3Config:
                 SmemRegion.operand(
                     "q", self.q_stages, self.q_bytes, f"{rows} rows x 256, then in f16"
                 ),
-                SmemRegion("p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128,
-                           f"P^T, 128 keys x {rows} rows"),
+                SmemRegion(
+                    "p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128, f"P^T, 128 keys x {rows} rows"
+                ),
                 SmemRegion("factors", self.q_stages, of_rows, 16, "of each row of Q"),
                 SmemRegion("maxima", warps, of_rows, 16, "of each row, by warp"),
                 SmemRegion("sums", warps, of_rows, 16, "of each row, by warp"),
@@ -229,7 +230,7 @@ class E4m3Config:
                 SmemRegion("inverses", 1, of_rows, 16, "1/sum of each row"),
                 *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
-        )  # fmt: skip
+        )
 
     @property
     def edges(self) -> EdgeTable:

@@ -116,11 +116,12 @@ class ProductsMxfp8Plan(ProductsPlan):
                 SmemRegion("ds", self.stages, CODE_BYTES, 128, "128 keys x 128 queries"),
                 SmemRegion.operand("rows", self.stages, PIECE_BYTES, rows),
                 SmemRegion("ds_scales", self.stages, ATOM_BYTES, 128, "of the CTA's 128 rows"),
-                SmemRegion("row_scales", self.stages, SCALE_BYTES, SCALE_ALIGNMENT,
-                           "of all 256 columns"),
+                SmemRegion(
+                    "row_scales", self.stages, SCALE_BYTES, SCALE_ALIGNMENT, "of all 256 columns"
+                ),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
