@@ -1,10 +1,10 @@
 """Sample mutants of the sources, and count those that the default cases and all cases kill.
 
-    python tests/mutation_sample.py --seed 1 fa4_hd256/call sm100_sim/src/sm100_sim/isa
+    python tests/mutation_sample.py --seed 1 build/mutants fa4_hd256/call schedulers
 
 Each mutant is one change of one statement: an operator, a constant, a condition, or a statement
-left out. It is made in a copy of the checkout, with copies of the caches. Up to three steps decide
-on it, each of which ends with the first failure:
+left out. It is made in a tree of its own: a copy of the checkout, with caches. Up to three steps
+decide on it, each of which ends with the first failure:
 
 1. the three test files nearest to it and, for code that is compiled, a file of calls that run it,
    with the default cases;
@@ -13,11 +13,14 @@ on it, each of which ends with the first failure:
    may notice it: those that import it by way of other modules, the nearest first.
 
 A run of more than `--longest` seconds of CPU time, together for the other files, decides nothing:
-such a mutant is unknown, and not counted. A test that fails without the mutant, too, is left out.
-Each mutant prints a line, the end the counts. `--jobs`, `--seconds`: mutants at once, and the time
-for all of them.
+such a mutant is unknown, and not counted. A mutant that survives may be noticed by files that did
+not run.
 
-Mutants of files that are compiled into kernels compile these again, which takes minutes each.
+The test files of step 1 run without a mutant first. They fill the caches, and a test that fails
+there is left out. `build/mutants` gets the trees and the results: `results.jsonl` has a line for
+each mutant. A second call with the same arguments goes on from there. `--jobs`, `--seconds`:
+mutants at once, and the time for all of them. Mutants of files that are compiled into kernels, or
+translate these, compile them again, which takes minutes each.
 """
 
 from __future__ import annotations
@@ -37,7 +40,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -55,6 +57,9 @@ MOST_FILES = 3
 CALLS = ("attention", "masks_and_scores", "cache", "pytorch")
 #: Part of a module's path -> test file of calls that run its kernels, the first that fits.
 CALL_OF = {"backward": "test_backward", "decode": "test_kvcache", "mask": "test_block_mask"}
+
+#: Variable of a cache -> folder where the tests of a checkout have it.
+CACHES = {"FA4_HD256_CACHE_DIR": ".cache/fa4_hd256", "SM100_SIM_CACHE_DIR": "sm100_sim/.cache"}
 
 #: Verdicts on mutants that some test notices.
 KILLED = ("default", "all cases")
@@ -239,7 +244,7 @@ def call_of(module: Path) -> list[str]:
 
 
 class Watch:
-    """Plugin of pytest: writes down which test fails, and with left_out runs the cases which the
+    """Plugin of pytest: writes down which tests fail, and with left_out runs the cases which the
     default leaves out, and no others."""
 
     def __init__(self, place: Path, left_out: bool) -> None:
@@ -252,48 +257,152 @@ class Watch:
             items[:] = sampled_cases(items)[1]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.place.write_text(report.nodeid)
+        self._note(report)
 
     def pytest_collectreport(self, report: Any) -> None:
+        self._note(report)
+
+    def _note(self, report: Any) -> None:
         if report.failed:
-            self.place.write_text(report.nodeid)
+            with open(self.place, "a") as file:
+                print(report.nodeid, file=file)
 
 
-class Copy:
-    """A copy of the checkout, and runs of its tests.
+def linked(source: Path, target: Path) -> Path:
+    """Return a tree whose files are hard links to those of another.
 
-    end: of the time for all mutants, on the monotonic clock; longest: seconds of CPU time of a run.
-    `failed`: the last test that failed. `broken`: tests that fail without any mutant.
+    What tests write there, entries of caches and bytecode, replaces files as a whole. Locks are
+    left out: each tree has its own.
     """
 
-    def __init__(self, folder: Path, end: float, longest: int) -> None:
-        self.folder, self.end, self.longest = folder, end, longest
-        self.broken: list[str] = []
+    def link(old: str, new: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # a temporary file
+            os.link(old, new)
+
+    ignored = shutil.ignore_patterns("*.lock", "*.tmp")
+    shutil.copytree(source, target, symlinks=True, ignore=ignored, copy_function=link)
+    return target
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class Runs:
+    """Runs of pytest in trees, one at a time.
+
+    folder: of this worker, for logs and temporary files; end: of the time for all mutants, on the
+    monotonic clock. `failed`: the tests that failed in the last run.
+    """
+
+    def __init__(self, folder: Path, end: float) -> None:
+        self.folder, self.end = folder, end
+        self.failed: list[str] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, tree: Path, arguments: list[str], longest: float, left_out: bool = False) -> str:
+        """Run pytest with the default cases or those that these leave out. Returns "passes",
+        "fails", or "too long" after so many seconds of CPU time, five times as many of any, or at
+        the end."""
+        failed = self.folder / "failed"
+        failed.unlink(missing_ok=True)
+        self.failed = []
+        if time.monotonic() > self.end:
+            return "too long"
+        child = os.fork()
+        if child == 0:
+            self._child(tree, arguments, math.ceil(longest), Watch(failed, left_out))
+        end = min(self.end, time.monotonic() + 5 * longest)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.2)
+            if time.monotonic() > end:
+                kill_group(child)
+        kill_group(child)  # processes that tests have left
+        self.failed = failed.read_text().splitlines() if failed.exists() else []
+        if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) in (signal.SIGXCPU, signal.SIGKILL):
+            return "too long"
+        # 5: there is no such case.
+        return "passes" if os.waitstatus_to_exitcode(ended[1]) in (0, 5) else "fails"
+
+    def _child(self, tree: Path, arguments: list[str], longest: int, watch: Watch) -> None:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (longest, longest + 5))
+        os.chdir(tree)
+        with open(self.folder / "log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        # Bytecode and caches belong to the tree.
+        for name in (*CACHES, "PYTHONDONTWRITEBYTECODE"):
+            os.environ.pop(name, None)
+        sys.dont_write_bytecode = False
+        sys.path[:0] = paths = [str(tree), str(tree / SIMULATOR)]
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        import pytest
+
+        if watch.left_out:
+            arguments = ["--all-cases", *arguments]
+        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'tmp'}"]
+        os._exit(pytest.main([*options, *arguments], [watch]))
+
+
+class Worker:
+    """Takes one task after the other until none is left or the time is over: first each test file
+    near a mutant, which fills the caches and finds the tests that fail without any mutant, then the
+    mutants."""
+
+    def __init__(self, sampler: Sampler, number: int) -> None:
+        self.sampler, self.longest = sampler, sampler.longest
+        self.folder = sampler.place / str(number)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.runs = Runs(self.folder, sampler.end)
         self._sound: set[str] = set()
-        self._failed = folder / "failed"
 
-    @property
-    def failed(self) -> str:
-        return self._failed.read_text() if self._failed.exists() else ""
+    def work(self) -> None:
+        while time.monotonic() < self.sampler.end and (task := self.sampler.taken()) is not None:
+            begin, cpu = time.monotonic(), spent()
+            if isinstance(task, str):
+                found: dict[str, Any] | None = self.prepared(task)
+            else:
+                found = self.decided(*task)
+            # What the end has cut short is left to the next call.
+            if found is not None and time.monotonic() < self.sampler.end:
+                cost = {"cpu_s": round(spent() - cpu), "wall_s": round(time.monotonic() - begin)}
+                self.sampler.note(found | cost)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def verdict(self, module: Path, source: str, files: Tests) -> str:
-        """Return which tests kill a mutant of a module: "default", "all cases", "survives", or
-        "unknown". files: see `tests_of`."""
-        original = (self.folder / module).read_text()
-        (self.folder / module).write_text(source)
+    def prepared(self, arguments: str) -> dict[str, Any]:
+        """Run a file without a mutant."""
+        found = self.runs.run(self.sampler.base, arguments.split(), 2 * self.longest)
+        crashed = found == "fails" and not self.runs.failed
+        return {
+            "prepared": arguments,
+            "broken": arguments.split()[-1:] * crashed + self.runs.failed,
+        }
+
+    def decided(self, module: Path, mutant: Mutant, files: Tests) -> dict[str, Any]:
+        """Return which tests kill a mutant: the default ones, all cases or none."""
+        line, text, source = mutant
+        self.tree = linked(self.sampler.base, self.folder / "mutant")
         try:
-            return self._verdict(module, original, files)
+            (self.tree / module).unlink()  # it is linked
+            (self.tree / module).write_text(source)
+            verdict = self._verdict(files)
         finally:
-            (self.folder / module).write_text(original)
+            shutil.rmtree(self.tree)
+        test = self.test if verdict in KILLED else ""
+        return {"verdict": verdict, "where": f"{module}:{line}", "text": text, "test": test}
 
-    def _verdict(self, module: Path, original: str, files: Tests) -> str:
-        run = functools.partial(self.noticed, module, original)
-        near = [arguments for arguments in (files.of_calls, files.near) if arguments]
+    def _verdict(self, files: Tests) -> str:
+        seconds = self.sampler.without_mutant()[0]
+        quick = sorted(files.near, key=lambda file: seconds.get(file, math.inf))
+        near = [arguments for arguments in (quick, files.of_calls) if arguments]
         for left_out in (False, True):
             results = []
             for arguments in near:
-                results.append(run(arguments, self.longest, left_out))
+                results.append(self.noticed(arguments, self.longest, left_out))
                 if results[-1] == "fails":
                     break
             if "fails" in results:
@@ -304,69 +413,42 @@ class Copy:
             return "survives" if set(results) == {"passes"} else "unknown"
         if not left_out:
             return "default"
-        noticed, most = self.failed, spent() + self.longest
+        noticed, most = self.test, spent() + self.longest
         for file in files.others:
-            left = int(most - spent())
-            if left > 0 and run([file], left) == "fails":
+            if (left := most - spent()) > 0 and self.noticed([file], left) == "fails":
                 return "default"
-        self._failed.write_text(noticed)
-        return "all cases" if time.monotonic() < self.end else "unknown"
+        self.test = noticed
+        return "all cases"
 
-    def noticed(
-        self, module: Path, original: str, files: list[str], longest: int, left_out: bool = False
-    ) -> str:
-        """Run tests as `run` does. A test that fails without the mutant, too, is left out from then
-        on."""
-        while (found := self.run(files, longest, left_out)) == "fails":
-            test, source = self.failed, (self.folder / module).read_text()
-            if test not in self._sound:
-                (self.folder / module).write_text(original)
-                alone = self.run([test], self.longest) if test else "fails"
-                (self.folder / module).write_text(source)
-                if alone == "too long":
-                    return alone
-                if alone == "fails":
-                    if not test or test in self.broken:
-                        return "too long"
-                    self.broken.append(test)
-                    continue
-                self._sound.add(test)
-            self._failed.write_text(test)
-            break
-        return found
+    def noticed(self, arguments: list[str], longest: float, left_out: bool = False) -> str:
+        """Run tests with the mutant as `Runs.run` does, up to the first that fails: `test`. A test
+        that fails without the mutant, too, is left out from then on."""
+        while True:
+            prepared, broken = self.sampler.without_mutant()
+            left = [argument for argument in arguments if argument not in broken]
+            if not any(argument.endswith(".py") for argument in left):
+                return "passes"
+            out = [f"--deselect={test}" for test in broken if "::" in test]
+            found = self.runs.run(self.tree, ["-x", *out, *left], longest, left_out)
+            if found != "fails":
+                return found
+            self.test = self.runs.failed[0] if self.runs.failed else "no test: pytest ends"
+            if not self.runs.failed:
+                return "fails" if prepared.keys() >= set(left) and not left_out else "too long"
+            if self.test in self._sound:
+                return "fails"
+            # A file is named that cannot be imported.
+            of_test = [self.test] if "::" in self.test else ["--collect-only", self.test]
+            alone = self.runs.run(self.clean, of_test, self.longest)
+            if alone != "fails":
+                self._sound |= {self.test} if alone == "passes" else set()
+                return "fails" if alone == "passes" else alone
+            self.sampler.note({"prepared": "", "broken": [self.test], "cpu_s": 0})
 
-    def run(self, files: list[str], longest: int, left_out: bool = False) -> str:
-        """Run pytest on these files, with the default cases or those that these leave out. Returns
-        "passes", "fails", or "too long" after so many seconds of CPU time, ten times as many of
-        any, or at the end."""
-        self._failed.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            self._child(files, longest, left_out)
-        end = min(self.end, time.monotonic() + 10 * longest)
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            time.sleep(0.2)
-            if time.monotonic() > end:
-                os.killpg(child, signal.SIGKILL)
-        if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) in (signal.SIGXCPU, signal.SIGKILL):
-            return "too long"
-        # 5: there is no such case.
-        return "passes" if os.waitstatus_to_exitcode(ended[1]) in (0, 5) else "fails"
-
-    def _child(self, files: list[str], longest: int, left_out: bool) -> None:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (longest, longest + 5))
-        os.chdir(self.folder)
-        with open(self.folder / "log", "w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        sys.path[:0] = paths = [str(self.folder), str(self.folder / SIMULATOR)]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        import pytest
-
-        options = ["-q", "-x", "-p", "no:cacheprovider", *(["--all-cases"] if left_out else [])]
-        options += [f"--deselect={test}" for test in self.broken]
-        os._exit(pytest.main([*options, *files], [Watch(self._failed, left_out)]))
+    @functools.cached_property
+    def clean(self) -> Path:
+        """A tree without any mutant."""
+        return linked(self.sampler.base, self.folder / "clean")
 
 
 def spent() -> float:
@@ -395,63 +477,79 @@ def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, Mutant
     return found
 
 
-def copied(place: Path, shares_caches: bool) -> Path:
-    """Return a copy of the checkout in `place`. Caches are copied, too, and become those of this
-    process, unless workers share them: what a mutant leaves in them must not reach anyone else.
-    Entries are known by the sources that are compiled in, so what changes no key may be shared."""
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
-    for name in () if shares_caches else ("fa4_hd256", "sm100_sim"):
-        variable = f"{name.upper()}_CACHE_DIR"
-        cache = Path(os.environ.get(variable, ROOT / ".cache" / name))
-        os.environ[variable] = str(place / "caches" / name)
-        if cache.is_dir():
-            shutil.copytree(cache, place / "caches" / name)
-    return Path(shutil.copytree(ROOT, place / "checkout", ignore=left_out, symlinks=True))
-
-
 class Sampler:
-    """Workers that take one mutant after the other, each in a copy of the checkout, until none is
-    left or the time is over. Each result is written at once, a line of JSON."""
+    """Workers, and what they share: the tree that mutants are made of, `base`, and two files of
+    results, a line of JSON each, from which another call goes on."""
 
-    def __init__(self, asked: argparse.Namespace, place: Path) -> None:
-        self.asked, self.place = asked, place
-        self.chosen = sample(asked.folders, asked.seed, asked.count)
-        self.end = time.monotonic() + asked.seconds
-        self.next = multiprocessing.get_context("fork").Value("i", 0)
-        self.out = asked.out or place / "results.jsonl"
-
-    def run(self) -> list[dict[str, Any]]:
-        """Return the results of all mutants that were decided or given up."""
-        context = multiprocessing.get_context("fork")
-        workers = [
-            context.Process(target=self.work, args=(self.place / str(number),))
-            for number in range(self.asked.jobs)
+    def __init__(self, asked: argparse.Namespace, end: float) -> None:
+        self.place, self.longest, self.jobs, self.end = asked.place, asked.longest, asked.jobs, end
+        self.base, self.results = self.place / "base", self.place / "results.jsonl"
+        self._files = self.place / "files.jsonl"
+        self._next = multiprocessing.get_context("fork").Value("i", 0)
+        known = {(one["where"], one["text"]) for one in self.decided()}
+        mutants = [
+            (module, one, files)
+            for module, one, files in sample(asked.folders, asked.seed, asked.count)
+            if (f"{module}:{one[0]}", one[1]) not in known
         ]
+        near = {" ".join(files.of_calls) for *_, files in mutants}
+        near |= {file for *_, files in mutants for file in files.near}
+        near -= {"", *self.without_mutant()[0]}
+        # Long files begin first.
+        first = sorted(near, key=lambda name: (-(ROOT / name.split()[-1]).stat().st_size, name))
+        self._tasks: list[Any] = [*first, *mutants]
+
+    def run(self) -> None:
+        if not self.base.is_dir():
+            copied(self.base)
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=self._work, args=(i,)) for i in range(self.jobs)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        return [json.loads(line) for line in self.out.read_text().splitlines()]
 
-    def work(self, place: Path) -> None:
-        folder = copied(place, self.asked.share_caches)
-        copy = Copy(folder, self.end, self.asked.longest)
-        while time.monotonic() < self.end:
-            with self.next.get_lock():
-                number, self.next.value = self.next.value, self.next.value + 1
-            if number >= len(self.chosen):
-                return
-            module, (line, text, source), files = self.chosen[number]
-            cpu, begin = spent(), time.monotonic()
-            killed = copy.verdict(module, source, files)
-            found = {
-                "mutant": number, "verdict": killed, "where": f"{module}:{line}", "text": text,
-                "cpu_s": round(spent() - cpu), "wall_s": round(time.monotonic() - begin),
-                "test": copy.failed if killed in KILLED else "", "broken": copy.broken,
-            }  # fmt: skip
-            with self.next.get_lock(), open(self.out, "a") as out:
-                print(json.dumps(found), file=out)
-            print(f"{killed}: {found['where']}: {text}  ({found['wall_s']} s)", flush=True)
+    def _work(self, number: int) -> None:
+        Worker(self, number).work()
+
+    def taken(self) -> Any:
+        """Return the next task: a test file, or a mutant; None after the last."""
+        with self._next.get_lock():
+            number, self._next.value = self._next.value, self._next.value + 1
+        return self._tasks[number] if number < len(self._tasks) else None
+
+    def note(self, found: dict[str, Any]) -> None:
+        """Write down a result."""
+        file = self.results if "verdict" in found else self._files
+        with self._next.get_lock(), open(file, "a") as out:
+            print(json.dumps(found), file=out)
+        if "verdict" in found:
+            print(f"{found['verdict']}: {found['where']}: {found['text']}", flush=True)
+
+    def decided(self) -> list[dict[str, Any]]:
+        """Return the results of all mutants."""
+        return lines_of(self.results)
+
+    def without_mutant(self) -> tuple[dict[str, int], list[str]]:
+        """Return the CPU seconds of the files, and options, that ran without a mutant; the tests
+        that failed."""
+        found = lines_of(self._files)
+        seconds = {name: one["cpu_s"] for one in found for name in one["prepared"].split()}
+        return seconds, [test for one in found for test in one["broken"]]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON lines; none of one that is not there."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def copied(place: Path) -> None:
+    """Copy the checkout, and the caches that the environment names."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "*.lock")
+    shutil.copytree(ROOT, place, ignore=left_out, symlinks=True)
+    for name, folder in CACHES.items():
+        if cache := os.environ.get(name):
+            shutil.copytree(cache, place / folder, ignore=left_out)
 
 
 def main() -> None:
@@ -461,18 +559,27 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=240, help="seconds of CPU time of a run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of all runs together")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
-    parser.add_argument("--share-caches", action="store_true", help="no copies of them for workers")
-    parser.add_argument("--out", type=Path, help="file that gets each result, a line of JSON")
+    parser.add_argument("place", type=Path, help="folder of trees and results, on a fast disk")
     parser.add_argument("folders", nargs="+", help="folders or files of the sources")
     asked = parser.parse_args()
+    asked.place = asked.place.resolve()
+    end = time.monotonic() + asked.seconds
     for module in ("torch", "cutlass.cute", "hypothesis", "numba", "pytest"):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)  # before the forks, which then start sooner
-    with tempfile.TemporaryDirectory() as place:
-        found = Sampler(asked, Path(place)).run()
+    asked.place.mkdir(parents=True, exist_ok=True)
+    sampler = Sampler(asked, end)
+    sampler.run()
+    found = sampler.decided()
+    print("simulator:", summary([one for one in found if one["where"].startswith("sm100_sim")]))
+    print("all:", summary(found))
+
+
+def summary(found: list[dict[str, Any]]) -> str:
+    """Return a line of counts."""
     counts = Counter(one["verdict"] for one in found)
     by_all = sum(counts[name] for name in KILLED)
-    print(
+    return (
         f"{len(found)} mutants: default {counts['default']}, all {by_all} "
         f"({counts['default'] / max(by_all, 1):.0%}), {counts['survives']} survive, "
         f"{counts['unknown']} unknown"
