@@ -205,7 +205,10 @@ FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "score_mod": honoured("translated; called with vectors of one score"),
     "score_mod_bwd": honoured("translated: its result for a gradient of 1 is the slope"),
     "mask_mod": honoured("translated; refused with cu_seqlens, seqused or pages"),
-    "aux_tensors": honoured("up to 4; 16-bit floats are read as copies in float32"),
+    "aux_tensors": honoured(
+        "up to 4, or 2 where a score_mod reads offsets of cu_seqlens; 16-bit floats are read as "
+        "copies in float32"
+    ),
     "aux_scalars": honoured("compiled in: a new value is a new kernel"),
     "block_sparse_tensors": honoured(
         "a mask of tiles; block_size: multiples of 128; refused with cu_seqlens, seqused or pages"

@@ -21,6 +21,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ..call.functions.state import FunctionState
+from ..call.options import plain
 from ..call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
 from ..kernels.functions.user_functions import MOST_TENSORS
 from ..kernels.mask.block_mask import MASK_TILE
@@ -56,6 +57,21 @@ class SequenceLengths(NamedTuple):
     offset_k: Any
 
 
+class LengthsAlone(NamedTuple):
+    """`seqlen_info` of packed sequences whose aux_tensors leave no room for cu_seqlens."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+_NO_OFFSETS = (
+    "a score_mod of packed sequences reads offset_q or offset_k of seqlen_info, and aux_tensors "
+    f"leave no room for cu_seqlens; accepted then: up to {MOST_TENSORS - 2} aux_tensors, or "
+    f"{MOST_TENSORS - 1} where cu_seqlens_q is cu_seqlens_k itself or one of them is None; stack "
+    "those of one shape"
+)
+
+
 def translate_score_mod(
     score_mod: Callable[..., Any],
     score_mod_bwd: Callable[..., Any] | None,
@@ -65,17 +81,18 @@ def translate_score_mod(
     """Return a score_mod of flash-attn-4 as one of ours.
 
     aux: (aux_tensors, aux_scalars). offsets: cu_seqlens_q and cu_seqlens_k, for functions that read
-    where a sequence begins. Raises TypeError for a score_mod that is no function, and as `ScoreMod`
-    does for tensors that kernels cannot read.
+    where a sequence begins. Kernels get them if aux_tensors leave room; else a function that reads
+    them raises NotImplementedError when it is compiled. Raises TypeError for a score_mod that is no
+    function, and as `ScoreMod` does for tensors that kernels cannot read.
     """
     _check("score_mod", score_mod)
     tensors, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
     begins = [each for each in offsets if each is not None]
     if begins and begins[0] is begins[-1]:
         begins = begins[:1]
-    if len(tensors) + len(begins) > MOST_TENSORS:
-        begins = []
     packed = tuple(each is not None for each in offsets) if begins else None
+    if len(tensors) + len(begins) > MOST_TENSORS:
+        begins, packed = [], ()
     translated = _score_mods((score_mod, score_mod_bwd), scalars, len(tensors), packed)
     return translated.with_tensors((*tensors, *begins))
 
@@ -128,10 +145,11 @@ def _score_mod(
     functions: tuple[Callable[..., Any], Callable[..., Any] | None],
     scalars: tuple[tuple[str, Any], ...],
     count: int,
-    packed: tuple[bool, bool] | None,
+    packed: tuple[bool, ...] | None,
 ) -> ScoreMod:
     """Return a `ScoreMod` without tensors. functions: (score_mod, score_mod_bwd). count: of
-    aux_tensors. packed: which sides have offsets behind them."""
+    aux_tensors. packed: which sides have offsets behind them, None without packed sequences, empty
+    where there is no room for offsets."""
     score_mod, score_mod_bwd = functions
 
     def given(place: Any, tensors: tuple[Any, ...]) -> dict[str, Any]:
@@ -145,7 +163,7 @@ def _score_mod(
 
     def function(score: Any, place: Any, tensors: tuple[Any, ...]) -> Any:
         where = _vector(place.batch, Int32), _vector(place.head, Int32)
-        return _first(score_mod(_vector(score, Float32), *where, **given(place, tensors)))
+        return _scored(score_mod, _vector(score, Float32), *where, **given(place, tensors))
 
     def slope(score: Any, place: Any, tensors: tuple[Any, ...]) -> Any:
         if score_mod_bwd is None:
@@ -155,10 +173,21 @@ def _score_mod(
             )
         where = _vector(place.batch, Int32), _vector(place.head, Int32)
         values = _vector(1.0, Float32), _vector(score, Float32), *where
-        return _first(score_mod_bwd(*values, **given(place, tensors)))
+        return _scored(score_mod_bwd, *values, **given(place, tensors))
 
     function.__name__ = getattr(score_mod, "__name__", "score_mod")
     return ScoreMod.of(function, slope)
+
+
+def _scored(function: Callable[..., Any], *values: Any, **given: Any) -> Any:
+    """Return the result of a score_mod or its derivative. Raises NotImplementedError where it reads
+    offsets that kernels do not get."""
+    try:
+        return _first(function(*values, **given))
+    except AttributeError as error:
+        if error.name not in ("offset_q", "offset_k"):
+            raise
+        raise NotImplementedError(_NO_OFFSETS) from error
 
 
 def translate_mask_mod(
@@ -234,17 +263,20 @@ def _scalars_of(aux_scalars: Any) -> tuple[tuple[str, Any], ...]:
     """Return aux_scalars as (name of a type of CuTe DSL, Python number)."""
     scalars = []
     for scalar in aux_scalars or ():
-        value = getattr(scalar, "value", scalar)
-        if not isinstance(value, (bool, int, float)):
+        value = plain(getattr(scalar, "value", scalar))
+        kind = next((kind for kind in _TYPES if isinstance(value, kind)), None)
+        if kind is None:
             raise TypeError(
-                f"aux_scalars holds {type(scalar).__name__}; accepted: numbers of Python or of "
-                "CuTe DSL"
+                f"aux_scalars holds {type(scalar).__name__}; accepted: numbers of Python, of NumPy "
+                "or of CuTe DSL"
             )
-        named = type(scalar).__name__ if value is not scalar else _TYPES[type(value)]
-        scalars.append((named, value))
+        named = type(scalar).__name__
+        is_typed = getattr(cutlass, named, None) is type(scalar)
+        scalars.append((named if is_typed else _TYPES[kind], kind(value)))
     return tuple(scalars)
 
 
+#: A bool is an int, too.
 _TYPES = {bool: "Boolean", int: "Int32", float: "Float32"}
 
 
@@ -278,9 +310,11 @@ def _bit_of(words: Any, number: Any) -> Any:
     return Boolean((word >> Uint32(number % WORD)) & Uint32(1))
 
 
-def _lengths(place: Any, begins: tuple[Any, ...], packed: tuple[bool, bool] | None) -> Any:
-    """Return the `seqlen_info` of a sequence. packed: which sides have offsets in `begins`."""
+def _lengths(place: Any, begins: tuple[Any, ...], packed: tuple[bool, ...] | None) -> Any:
+    """Return the `seqlen_info` of a sequence. begins: offsets. packed: as of `_score_mod`."""
     of_q = of_k = Int32(0)
+    if packed is not None and not packed:
+        return LengthsAlone(place.seqlen_q, place.seqlen_k)
     if packed is not None:
         of_q = begins[0][place.batch] if packed[0] else of_q
         of_k = begins[-1][place.batch] if packed[1] else of_k

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +125,25 @@ def test_packed_sequences_have_offsets(device):
             lambda s, own=own, ahead=ahead: s * s * 0.25 + own + ahead * 0.01,
         )  # fmt: skip
         torch.testing.assert_close(out[None, rows].double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_offsets_that_have_no_room():
+    """Beside three aux_tensors, and as many as there may be, kernels get no cu_seqlens."""
+    q, k, v = (tensor[0] for tensor in tensors((5, 9)))
+    of_q, of_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 5, 9]).int()
+    for offsets, count in (((of_q, of_k), 3), ((of_q, of_q), 4)):
+        with pytest.raises(NotImplementedError, match="reads offset_q or offset_k .* up to 2 aux"):
+            flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], aux_scalars=(0.25,),
+                score_mod=squared_with_bias, aux_tensors=[torch.zeros(9)] * count,
+            )  # fmt: skip
+
+
+def test_scalars_of_other_kinds():
+    given = 2, True, 0.5, np.float64(0.5), np.float32(0.5), np.int32(2), cutlass.Float32(0.5)
+    found = functions._scalars_of((*given, cutlass.Int32(2), enum.IntEnum("Two", "one two").two))
+    two, half = ("Int32", 2), ("Float32", 0.5)
+    assert found == (two, ("Boolean", True), half, half, half, two, half, two, two)
 
 
 @pytest.mark.sampled("one")
