@@ -19,6 +19,7 @@ from .. import other_dims
 from ..given_results import backward_config_of
 from ..warnings_once import warn_once
 from . import graphs
+from .chosen_keys import INDICES, joined
 from .descriptions import (
     KEY_END,
     KEY_START,
@@ -43,6 +44,8 @@ REFUSED = {
     "block_table": "block tables, which transformers keeps for flash-attn's own releases",
     "position_bias": "a position bias",
     "score_mod": "a score modification",
+    "sinks": "a sink for each query; s_aux has one for each head",
+    "block_indices": "blocks of keys that a layer chooses",
 }
 
 #: Options that are supported in layers of another head_dim, which PyTorch computes.
@@ -74,8 +77,8 @@ def attention(
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
     layer. `PACKED`: offsets and longest sequence; the rows of all batch entries together are then
     packed sequences. cache: the cache of continuous batching before transformers 5.24. ds_bytes: as
-    for `register`. out_gate: (batch, seqlen_q, heads, 256), as of `flash_attn_func`. Those in
-    `REFUSED` are refused; any other option has no effect.
+    for `register`. out_gate: (batch, seqlen_q, heads, 256), as of `flash_attn_func`. indices: as of
+    `chosen_keys`. Those in `REFUSED` are refused; any other option has no effect.
 
     Returns (out, None); out: (batch, seqlen_q, heads, 256), with 0 in rows of padding.
 
@@ -89,6 +92,9 @@ def attention(
     is_other = other_dims.has_other_dim(q, k, v)
     _check_offered(options, OF_FALLBACK if is_other else ())
     dense, description = _read_mask(module, q, k, attention_mask, options)
+    if options.get(INDICES) is not None:
+        dense = _seen_of_chosen((dense, description), q, k, options)
+        attention_mask = description = None
     packed = None if description is None else _packed_lengths(description, options)
     if is_other and packed is not None and description is not None:
         out = _packed_fallback((query, key, value), description.window, packed, options)
@@ -161,6 +167,26 @@ def _read_mask(
             "a float one of four dimensions, 0 where a key is seen"
         )
     return (_seen_of_additive(attention_mask) if is_additive else attention_mask), None
+
+
+def _seen_of_chosen(
+    read: tuple[Any, Description | None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Return the bool mask, of four dimensions, of a layer whose indexer chooses keys. read: of
+    `_read_mask`. Raises NotImplementedError for packed sequences by their offsets."""
+    given = [name for name in PACKED if options.get(name) is not None]
+    if given:
+        raise NotImplementedError(
+            f"{INDICES} is given with {', '.join(given)}; accepted: sequences of a batch, which "
+            "attention_mask describes"
+        )
+    dense, description = read
+    if description is not None:
+        dense = seen_by(description, q.shape[:2], k.shape[1], q.device)
+    return joined(options[INDICES], dense, k.shape[1])
 
 
 def _check_keys(description: Description, k: torch.Tensor) -> None:

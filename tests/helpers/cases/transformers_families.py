@@ -40,6 +40,7 @@ LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
 #: An index that keeps all keys of the tests, so that no rounding changes which ones are kept.
+#: `test_some_keys_of_an_index` has smaller ones.
 INDEX = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 2}
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -181,9 +181,16 @@ def test_softcap_sink_and_no_scale(device):
 def test_refusals(device):
     q, k, v = (torch.zeros(1, 1, 5, 256, dtype=torch.bfloat16, device=device) for _ in range(3))
     module = torch.nn.Module()
-    for option in ({"dropout": 0.1}, {"output_attentions": True}, {"block_table": q}, {"cache": q}):
+    tensors = ({name: q} for name in ("block_table", "cache", "sinks", "block_indices"))
+    for option in ({"dropout": 0.1}, {"output_attentions": True}, *tensors):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             integration.attention(module, q, k, v, None, **option)
+    chosen = torch.zeros(1, 5, 2, dtype=torch.int64, device=device)
+    with pytest.raises(NotImplementedError, match="indices is given with cu_seq_lens_q; accepted"):
+        integration.attention(module, q, k, v, None, indices=chosen, cu_seq_lens_q=chosen)
+    for wrong in (chosen.float(), chosen[0], chosen[:, 1:]):
+        with pytest.raises(ValueError, match=r"accepted: .batch, 5, count. int32 or int64"):
+            integration.attention(module, q, k, v, None, indices=wrong)
     with pytest.raises(ValueError, match="four dimensions"):
         integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.int32))
     with pytest.raises(ValueError, match="without 'flash'"):
@@ -270,6 +277,24 @@ def test_layers_share_a_mask(device, monkeypatch):
     seen[0, 0, 0, 1] = False
     integration.attention(torch.nn.Module(), rows, rows, rows, seen)
     assert len(made) == 2
+
+
+def test_layers_share_chosen_keys(device, monkeypatch):
+    """Layers that reuse an indexer's choice have one mask: of keys that are chosen and visible."""
+    made = []
+    monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, **options: q)
+    rows, module = torch.zeros(2, 2, 3, 256), torch.nn.Module()
+    indices = torch.tensor([[[0, 1], [2, 1], [0, 0]], [[2, 2], [1, 2], [1, 0]]])
+    causal = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    for _ in range(2):
+        integration.attention(module, rows, rows, rows, causal, indices=indices)
+    (found,) = made
+    seen = [[[1, 0, 0], [0, 1, 0], [1, 0, 0]], [[0, 0, 0], [0, 1, 0], [1, 1, 0]]]
+    assert found.int().tolist() == [[one] for one in seen]
+    indices[0, 0, 0] = 1
+    integration.attention(module, rows, rows, rows, causal, indices=indices)
+    assert not made[1][0, 0, 0].any()
 
 
 def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,39 @@ def test_masks_of_a_family(family, monkeypatch):
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
     wanted = gradients(model, "eager", arguments)
     found = gradients(model, integration.NAME, arguments)
+    assert (found - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+#: Families with an indexer, and settings by which it chooses some of the keys.
+INDEXED = {
+    "Qwen4-Exp": {"indexer_budget": 4, "indexer_compress_ratio": 2},
+    "GLM-5": {"index_topk": 4},
+    "GLM-5.3-Flash": {"index_topk": 4},
+    "Hy4": {"index_topk": 4},
+    "dots3": {"index_topk": 4},
+}
+
+
+@pytest.mark.parametrize("family_name", INDEXED)
+def test_some_keys_of_an_index(family_name, monkeypatch):
+    """In float32, where rounding changes no choice. Without the choice logits differ."""
+    monkeypatch.setattr(other_dims, "has_other_dim", lambda *_: True)
+    family = FAMILIES[family_name]
+    settings = family.settings | INDEXED[family_name]
+    few, all_keys = model_of(replace(family, settings=settings)), model_of(family)
+    all_keys.load_state_dict(few.state_dict())
+    arguments = inputs(family, LENGTH, "cpu")
+    with torch.no_grad():
+        wanted, other = outputs(few, "eager", arguments), outputs(all_keys, "eager", arguments)
+        assert (wanted - other).abs().max() > 0.1
+        found = outputs(few, integration.NAME, arguments)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    for cache in ("dynamic", "static") if family.generates else ():
+        wanted, found = (
+            generated(few, one, arguments, cache) for one in ("eager", integration.NAME)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    wanted, found = (gradients(few, one, arguments) for one in ("eager", integration.NAME))
     assert (found - wanted).norm() <= 1e-3 * wanted.norm()
 
 
