@@ -6,8 +6,8 @@ Each mutant is one change of one statement: an operator, a constant, a condition
 left out. It is made in a tree of its own: a copy of the checkout, with caches. Up to three steps
 decide on it, each of which ends with the first failure:
 
-1. the three test files nearest to it and, for code that is compiled, a file of calls that run it,
-   with the default cases;
+1. the test files nearest to it, mostly three, and, for code that is compiled, a file of calls that
+   run it, with the default cases;
 2. for a mutant that survives these, the cases of the same files that the default leaves out;
 3. for one that all cases kill, other files with the default cases, since any of the default set
    may notice it: those that import it by way of other modules, the nearest first.
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
 #: The folder of the simulator's package.
 SIMULATOR = Path("sm100_sim", "src")
-#: Files nearest to a mutant, at most.
+#: Files nearest to a mutant, where so many are named as it or import it.
 MOST_FILES = 3
 
 #: Folders of tests of calls, in tests/operator.
@@ -203,15 +203,18 @@ def by_distance(module: Path) -> list[list[Path]]:
 def tests_of(module: Path) -> Tests:
     """Return the test files nearest to a source file, and the others that import it in any way.
 
-    Nearest are files named as it, then those that import it or import what imports it, then those
-    of the folder that mirrors its own. The last of the others are those of calls, which find their
-    kernels by name: no import leads to these. Of them the first are named as a folder or a file
-    between the source and the call.
+    Nearest are files named as it, then those that import it or import what imports it. Where these
+    are few, the nearest are all files of the folder that mirrors its own, too: instructions are
+    found in tables, by which no import leads to them. The last of the others are those of calls,
+    which find their kernels by name: no import leads to these. Of them the first are named as a
+    folder or a file between the source and the call.
     """
     first, *inner = in_packages(module).parent.parts
     folder = {"fa4_hd256": "tests/operator", "sm100_sim": "sm100_sim/tests"}
     tests = ROOT / folder.get(first, f"tests/{first}")
     mirror = tests.joinpath(*inner)
+    while not mirror.is_dir():
+        mirror = mirror.parent
     beside = [file.relative_to(ROOT) for file in sorted(mirror.glob("test_*.py"))]
     named = [file for file in beside if module.stem in file.stem]
     named += [file.relative_to(ROOT) for file in sorted(tests.rglob(f"test_{module.stem}*.py"))]
@@ -227,9 +230,11 @@ def tests_of(module: Path) -> Tests:
     calls.sort(key=lambda file: file.stem.removeprefix("test_") not in between)
     of_calls = calls if module.parts[0] in ("fa4_hd256", "schedulers", "softmax_emu") else []
     further = [file for layer in others for file in layer]
-    every = [*named, *direct, *second, *beside, *further, *of_calls]
+    near = list(dict.fromkeys([*named, *direct, *second]))
+    near = near[:MOST_FILES] if len(near) >= MOST_FILES else [*dict.fromkeys([*near, *beside])]
+    every = [*near, *named, *direct, *second, *beside, *further, *of_calls]
     files = [file.as_posix() for file in dict.fromkeys(every)]
-    return Tests(files[:MOST_FILES], call_of(module), files[MOST_FILES:])
+    return Tests(files[: len(near)], call_of(module), files[len(near) :])
 
 
 def call_of(module: Path) -> list[str]:
