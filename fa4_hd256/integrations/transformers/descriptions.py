@@ -5,16 +5,20 @@ on like any mask of four dimensions. The window is coded in the shape, which the
 waiting for the device:
 
     form       dtype   shape
-    whole      uint16  (1, left, right, 1)        every row is in use
-    padded     uint64  (batch, left, right, 4)    rows in use: `KEY_START` and the others
-    unbounded  uint64  (batch, 1, keys, 5)    the same without a window; the fifth is not read
+    whole      uint16  (left, right, 1, 1)        every row is in use
+    padded     uint64  (batch, left, 1, 5 + right)    columns `KEY_START` to `QUERIES`
+    unbounded  uint64  (batch, keys, 1, 5)    the same without a window
     packed     uint32  (left, right, longest, sequences + 1)    offsets of the sequences
     uncounted  uint16  (batch, left, right, seqlen)    1 where a packed sequence begins
 
 The last form has at least two rows. Graphs of torch.compile need it: they cannot count sequences.
 left and right code the numbers of keys visible before and behind a query: 1 if unbounded, else the
-number + 2. keys is the length of the mask that transformers requested. All dimensions but the batch
-and the last one are expanded and take no memory. Users' masks do not have these dtypes.
+number + 2. keys is the length of the mask that transformers requested. Dimensions but the batch and
+the last one are expanded and take no memory. Users' masks do not have these dtypes.
+
+NOTE [last queries].  Gemma 4 computes layers with shared keys for the last queries alone, and cuts
+the third dimension of their masks to as many. So the first three forms have one entry there, and
+`of_last_queries` follows the cut by the number of queries. Packed sequences cannot be cut.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ import torch
 from ...compat.windows import seen_in_window
 from ...kernels.mask.windows import Window
 
-#: Columns of the padded form.
-KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
+#: Columns of the padded form: rows in use, and how many queries the mask was made for.
+KEY_START, KEY_END, QUERY_START, QUERY_END, QUERIES = range(5)
+
+_COLUMNS = QUERIES + 1
 
 _WHOLE, _PADDED, _PACKED = torch.uint16, torch.uint64, torch.uint32
 
@@ -35,7 +41,8 @@ _WHOLE, _PADDED, _PACKED = torch.uint16, torch.uint64, torch.uint32
 class Description(NamedTuple):
     """Mask that a tensor describes.
 
-    window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None: all rows.
+    window: keys visible on each side. ranges: (batch, 5) int64, rows in use and queries; None: all
+    rows.
     offsets: (sequences + 1,) int32 of packed sequences, or None. longest: the longest sequence.
     begins: (batch, seqlen) bool, True where a packed sequence begins, or None. keys: the number of
     keys that the mask was made for, or None, if the description does not say it.
@@ -51,18 +58,19 @@ class Description(NamedTuple):
 
 def whole(window: Window, device: torch.device | str) -> torch.Tensor:
     codes = _codes(window)
-    return torch.zeros(1, 1, 1, 1, dtype=_WHOLE, device=device).expand(1, *codes, 1)
+    return torch.zeros(1, 1, 1, 1, dtype=_WHOLE, device=device).expand(*codes, 1, 1)
 
 
 def padded(window: Window, ranges: torch.Tensor) -> torch.Tensor:
-    """Return the description of sequences with padding; ranges: (batch, 4) integers."""
-    return ranges.to(_PADDED)[:, None, None].expand(-1, *_codes(window), -1)
+    """Return the description of sequences with padding; ranges: (batch, 5) integers."""
+    left, right = _codes(window)
+    columns = torch.nn.functional.pad(ranges, (0, right)).to(_PADDED)
+    return columns[:, None, None].expand(-1, left, 1, -1)
 
 
 def unbounded(ranges: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the description of sequences with padding, without a window; ranges: (batch, 4)."""
-    columns = torch.nn.functional.pad(ranges, (0, 1)).to(_PADDED)
-    return columns[:, None, None].expand(-1, 1, keys, -1)
+    """Return the description of sequences with padding, without a window; ranges: (batch, 5)."""
+    return ranges.to(_PADDED)[:, None, None].expand(-1, keys, 1, -1)
 
 
 def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
@@ -91,17 +99,28 @@ def described(attention_mask: torch.Tensor) -> Description | None:
     if attention_mask.dtype == _PACKED:
         codes, longest = attention_mask.shape[:2], attention_mask.shape[2]
         return Description(_window(*codes), None, attention_mask[0, 0, 0].int(), longest)
-    if attention_mask.dtype == _PADDED and attention_mask.shape[3] == 5:
-        ranges = attention_mask[:, 0, 0, :4].long()
-        return Description((None, None), ranges, keys=attention_mask.shape[2])
-    window = _window(*attention_mask.shape[1:3])
-    if attention_mask.dtype == _WHOLE:
-        if attention_mask.shape[3] == 1:
-            return Description(window)
-        return Description(window, begins=attention_mask[:, 0, 0].bool())
-    if attention_mask.dtype == _PADDED and attention_mask.shape[3] == 4:
-        return Description(window, attention_mask[:, 0, 0].long())
-    return None
+    _, first, second, last = attention_mask.shape
+    if attention_mask.dtype == _PADDED and last >= _COLUMNS:
+        ranges = attention_mask[:, 0, 0, :_COLUMNS].long()
+        if last == _COLUMNS:
+            return Description((None, None), ranges, keys=first)
+        return Description(_window(first, last - _COLUMNS), ranges)
+    if attention_mask.dtype != _WHOLE:
+        return None
+    if last == 1:
+        return Description(_window(*attention_mask.shape[:2]))
+    return Description(_window(first, second), begins=attention_mask[:, 0, 0].bool())
+
+
+def of_last_queries(description: Description, queries: int) -> Description:
+    """Return the description for the last queries of those that it was made for: NOTE [last
+    queries]. queries: of the layer."""
+    ranges = description.ranges
+    if ranges is None:
+        return description
+    before = ranges[:, QUERIES:] - queries
+    rows = (ranges[:, QUERY_START:] - before).clamp(min=0)
+    return description._replace(ranges=torch.cat((ranges[:, :QUERY_START], rows), dim=1))
 
 
 def seen_by(
@@ -123,7 +142,7 @@ def seen_by(
     if ranges is None:
         return seen_in_window(keys - queries - seqlen_k + q_shape[1], window)[None, None]
     first_key, end_key, first_query, end_query = (
-        side[:, None, None, None] for side in ranges.unbind(1)
+        side[:, None, None, None] for side in ranges[:, :QUERIES].unbind(1)
     )
     is_in_use = (keys >= first_key) & (keys < end_key)
     is_in_use = is_in_use & (queries >= first_query) & (queries < end_query)

@@ -28,6 +28,7 @@ from .descriptions import (
     Description,
     Window,
     described,
+    of_last_queries,
     packed_seen,
     seen_by,
 )
@@ -153,7 +154,7 @@ def _read_mask(
     description = described(attention_mask)
     if description is not None:
         _check_keys(description, k)
-        return None, description
+        return None, of_last_queries(description, q.shape[1])
     if is_packed:
         raise ValueError(
             f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"

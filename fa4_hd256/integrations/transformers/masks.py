@@ -181,14 +181,15 @@ _UNORDERED = (
 
 
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
-    """Return the rows in use, (batch, 4). first_query: its key; None in another sequence."""
+    """Return the rows in use and the queries, (batch, 5). first_query: its key; None in another
+    sequence."""
     start = in_use.int().argmax(dim=-1)
     end = start + in_use.sum(dim=-1)
     if first_query is None:
         queries = [torch.zeros_like(start), torch.full_like(start, q_length)]
     else:
         queries = [(side - first_query).clamp(0, q_length) for side in (start, end)]
-    return torch.stack([start, end, *queries], dim=-1)
+    return torch.stack([start, end, *queries, torch.full_like(start, q_length)], dim=-1)
 
 
 def _packed(band: Band, request: _Request) -> torch.Tensor:

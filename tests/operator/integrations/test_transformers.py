@@ -379,7 +379,7 @@ def test_packed_sequences_by_their_offsets(device):
     assert (alone[:, rows].float() - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
     with pytest.raises(ValueError, match="max_length_k is missing"):
         integration.attention(module, q, k, v, None, **packed | {"max_length_k": None})
-    padding = padded((None, 0), torch.tensor([[0, 15, 0, 15]], device=device))
+    padding = padded((None, 0), torch.tensor([[0, 15, 0, 15, 15]], device=device))
     with pytest.raises(ValueError, match="one of them"):
         integration.attention(module, q, k, v, padding, **packed)
 

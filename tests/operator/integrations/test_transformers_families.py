@@ -136,6 +136,34 @@ def test_some_keys_of_an_index(family_name, monkeypatch):
     assert (found - wanted).norm() <= 1e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("kept", [1, 3])
+def test_layers_with_shared_keys(kept, monkeypatch):
+    """Gemma 4 computes them for the last queries alone, and cuts their masks."""
+    monkeypatch.setattr(other_dims, "has_other_dim", lambda *_: True)
+    family = FAMILIES["Gemma 4"]
+    settings = {
+        "num_hidden_layers": 4, "layer_types": 2 * family.settings["layer_types"],
+        "num_kv_shared_layers": 2,
+    }  # fmt: skip
+    model = model_of(replace(family, settings=family.settings | settings))
+    arguments = inputs(family, LENGTH, "cpu")
+    mask = arguments.pop("attention_mask")
+    for padding in (mask, mask.flip(1), torch.ones_like(mask)):
+        rows, results = padding[:, -kept:].bool(), []
+        for name in ("eager", integration.NAME):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                found = model(**arguments, attention_mask=padding, logits_to_keep=kept)
+            results.append(found.logits[rows])
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    for cache in ("dynamic", "static"):
+        given = arguments | {"attention_mask": mask}
+        wanted, found = (
+            generated(model, name, given, cache) for name in ("eager", integration.NAME)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_a_canvas_without_padding(monkeypatch):
     """DiffusionGemma's decoder then has no mask, and sees all of a prompt beyond the window."""
     monkeypatch.setattr(other_dims, "has_other_dim", lambda *_: True)

@@ -15,7 +15,11 @@ pytest.importorskip("transformers")
 from transformers import masking_utils as known
 
 from fa4_hd256.integrations import transformers as integration
-from fa4_hd256.integrations.transformers.descriptions import described, seen_by
+from fa4_hd256.integrations.transformers.descriptions import (
+    described,
+    of_last_queries,
+    seen_by,
+)
 from fa4_hd256.integrations.transformers.patterns import band_of
 
 #: Mask functions of transformers and of models, and what they are: (low, high) bounds of query
@@ -87,7 +91,8 @@ def test_other_functions_are_no_bands(compiled):
 def seen(mask, batch, seqlen_q, seqlen_k):
     """Return the mask that queries see, (batch, 1, seqlen_q, seqlen_k)."""
     if mask.dtype != torch.bool:
-        mask = seen_by(described(mask), torch.Size((batch, seqlen_q)), seqlen_k, mask.device)
+        description = of_last_queries(described(mask), seqlen_q)
+        mask = seen_by(description, torch.Size((batch, seqlen_q)), seqlen_k, mask.device)
     return mask.expand(batch, 1, seqlen_q, seqlen_k)
 
 
@@ -145,6 +150,23 @@ def requests(draw):
         "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": offset,
         "mask_function": function, "attention_mask": padding, "use_vmap": False,
     }  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(request=requests(), count=st.integers(1, 7))
+def test_masks_of_the_last_queries(request, count):
+    """Gemma 4 cuts masks to the last queries for layers with shared keys."""
+    wanted = known.sdpa_mask(**request, allow_is_causal_skip=False)[:, :, -count:]
+    batch, q, k = (request[name] for name in ("batch_size", "q_length", "kv_length"))
+    mask, left = integration.mask(**request), min(count, q)
+    if mask.dtype == torch.uint32:  # packed sequences, which cannot be cut
+        return
+    found = seen(mask[:, :, -count:], batch, left, k)
+    padding, end = request["attention_mask"], request["q_offset"] + q
+    rows = torch.ones(batch, left, dtype=torch.bool)
+    if padding is not None:
+        rows = padding[:, end - left : end]
+    assert torch.equal(found[rows[:, None]], wanted.expand_as(found)[rows[:, None]])
 
 
 @settings(max_examples=200)
