@@ -156,22 +156,28 @@ def resolve_cache_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheV
 
 def check_memory(tensors: Sequence[Any]) -> None:
     """Raise ValueError for caches and an out that PyTorch may not write to now, for caches that
-    share memory, and for tensors of the call that lie in them. tensors: fields of `CacheTensors`.
+    begin in one place, and for tensors of the call that lie in them. Block scales of caches in
+    NVFP4 are written to like the caches. tensors: fields of `CacheTensors`.
     Each call checks this: neither modes nor addresses are part of the key of a plan."""
     out, k_cache, v_cache, q, k, v = tensors[:6]
     spans = [(name, rows, memory_span(rows)) for name, rows in (("k", k), ("v", v))]
     if tensors[_ROTARY_COS] is not None:
         spans.append(("q", q, memory_span(q)))
-    before = -1
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    written = [("k_cache", k_cache), ("v_cache", v_cache)]
+    if k_cache.dtype == NVFP4:
+        scales = zip(BLOCK_SCALES, tensors[_BLOCK_SCALES], strict=True)
+        # The operator's body comes here before it refuses codes without scales.
+        written += [(name, scale) for name, scale in scales if scale is not None]
+    before: dict[int, str] = {}
+    for name, cache in written:
         memory.check_changeable(name, cache)
         begin, end = memory_span(cache)
-        if begin == before and end > begin:
+        if begin in before and end > begin:
             raise ValueError(
-                "k_cache and v_cache lie in one place; accepted: memory of its own for each, as "
-                "both are written to"
+                f"{before[begin]} and {name} lie in one place; accepted: memory of its own for "
+                "each, as both are written to"
             )
-        before = begin
+        before[begin] = name
         for read, rows, (first, last) in spans:
             if first < end and begin < last:
                 memory.check_apart(cache, [rows], f"{name} lies in the memory of {read}")
@@ -180,6 +186,9 @@ def check_memory(tensors: Sequence[Any]) -> None:
 
 
 _ROTARY_COS = CacheTensors._fields.index("rotary_cos")
+_FIRST_SCALE = CacheTensors._fields.index(BLOCK_SCALES[0])
+_BLOCK_SCALES = slice(_FIRST_SCALE, _FIRST_SCALE + len(BLOCK_SCALES))
+assert CacheTensors._fields[_BLOCK_SCALES] == BLOCK_SCALES
 
 
 def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:

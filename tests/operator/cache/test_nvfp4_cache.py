@@ -10,6 +10,8 @@ from paged_cases import int32, offsets
 import sm100_sim
 from fa4_hd256 import AttentionModel, Needs, flash_attn_func, flash_attn_with_kvcache
 from fa4_hd256.architectures import named
+from fa4_hd256.call.cache_checks import check_memory
+from fa4_hd256.call.operator_arguments import CacheTensors
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.nvfp4_format import NVFP4
 from fa4_hd256.quantize import quantize_nvfp4
@@ -274,6 +276,23 @@ def test_what_is_refused(change, error, message):
     scales = dict(zip(("k_block_scale", "v_block_scale"), cache.block_scales))
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(q, *cache.codes, **scales | change)
+
+
+def test_block_scales_are_written_to():
+    """Memory of their own for each, as for the caches, also beside rows that the call reads."""
+    q, cache = dense(1, 9, (4, 1))
+    k_scale, v_scale = cache.block_scales
+    given = CacheTensors(*[None] * len(CacheTensors._fields))._replace(
+        q=q, k=q, v=q, k_cache=cache.codes[0], v_cache=cache.codes[1], k_block_scale=k_scale,
+    )  # fmt: skip
+    check_memory(given._replace(v_block_scale=v_scale))
+    with pytest.raises(ValueError, match="k_block_scale and v_block_scale lie in one place; acc"):
+        check_memory(given._replace(v_block_scale=k_scale))
+    with pytest.raises(ValueError, match="v_cache and v_block_scale lie in one place; accepted"):
+        check_memory(given._replace(v_block_scale=cache.codes[1].view(torch.float8_e4m3fn)))
+    rows = v_scale.flatten().view(torch.bfloat16)
+    with pytest.raises(ValueError, match="v_block_scale lies in the memory of k; accepted"):
+        check_memory(given._replace(v_block_scale=v_scale, k=rows))
 
 
 @pytest.mark.simulator
