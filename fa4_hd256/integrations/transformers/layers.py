@@ -154,6 +154,7 @@ def _read_mask(
     description = described(attention_mask)
     if description is not None:
         _check_keys(description, k)
+        _check_not_cut(description, q, k)
         return None, of_last_queries(description, q.shape[1])
     if is_packed:
         raise ValueError(
@@ -199,6 +200,17 @@ def _check_keys(description: Description, k: torch.Tensor) -> None:
         "accepted: an attention_mask with an entry for each key. generate(prefill_chunk_size=..) "
         "cuts the encoder's mask: leave it out for encoder-decoder models with padding"
     )
+
+
+def _check_not_cut(description: Description, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise NotImplementedError for a mask of packed sequences that the model has cut to the last
+    queries: `descriptions`, NOTE [last queries]. Such masks are of as many queries as keys."""
+    is_packed = description.offsets is not None or description.begins is not None
+    if is_packed and q.shape[1] != k.shape[1]:
+        raise NotImplementedError(
+            f"attention_mask describes packed sequences of {k.shape[1]} rows in a layer with "
+            f"{q.shape[1]} queries; accepted: as many queries as keys (logits_to_keep=0)"
+        )
 
 
 #: Results of `_seen_of_additive` by mask.

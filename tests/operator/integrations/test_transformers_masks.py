@@ -169,6 +169,19 @@ def test_masks_of_the_last_queries(request, count):
     assert torch.equal(found[rows[:, None]], wanted.expand_as(found)[rows[:, None]])
 
 
+def test_packed_sequences_cannot_be_cut():
+    """Offsets of packed sequences are of all queries."""
+    function = known.and_masks(
+        known.causal_mask_function,
+        known.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])),
+    )
+    rows, mask = torch.randn(1, 1, 8, 16), integration.mask(1, 8, 8, mask_function=function)
+    module = torch.nn.Module()
+    assert integration.attention(module, rows, rows, rows, mask)[0].shape == (1, 8, 1, 16)
+    with pytest.raises(NotImplementedError, match="sequences of 8 rows in a layer with 2 queries"):
+        integration.attention(module, rows[:, :, -2:], rows, rows, mask[:, :, -2:])
+
+
 @settings(max_examples=200)
 @given(request=requests())
 def test_descriptions_see_what_transformers_sees(request):
