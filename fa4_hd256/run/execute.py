@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -95,38 +96,42 @@ class Execution:
                 check_convention(kernel, step)
                 kernel.in_process.is_checked = True
         self._index = device.index if device.type == "cuda" else None
+        views = [view for step in plan.launches for view in step.views]
+        self._counts = any(view.name == TILE_COUNTER for view in views)
         #: Steps with packed arguments that no thread uses now.
         self._free: list[tuple[Any, ...]] = []
         self._results = tuple([None if r is None else self.numbers[r] for r in plan.results])
         made = range(len(plan.inputs), len(plan.inputs) + len(allocations))
+        are_made = all(r is None or r in made for r in self._results)
         #: Whether tensors are wanted by name: allocations alone are in their order.
-        self._by_name = bool(operations) or any(r not in made for r in self._results)
-        self._in_made = [0 if r is None else r - len(plan.inputs) for r in self._results]
+        self._by_name = bool(operations) or not are_made or len(self._results) < 2
+        if not self._by_name:
+            # Of allocations and, last of them, None: in C.
+            places = [-1 if r is None else r - len(plan.inputs) for r in self._results]
+            self._results_of = operator.itemgetter(*places)
 
     def run(
         self, tensors: Tensors, addresses: Sequence[int], only_first: bool = False
     ) -> tuple[Any, ...]:
         """Return the plan's results. addresses: of given tensors; only_first: as of `plans.run`."""
+        index, stream = self._index, 0
+        if index is not None:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return self.run(tensors, addresses, only_first)
+            stream = current_stream(index)
         allocated = [new() for new in (self._make_only_first if only_first else self._make)]
-        all_addresses = [*addresses, *[tensor.data_ptr() for tensor in allocated], *self._later]
+        where = [*addresses, *[tensor.data_ptr() for tensor in allocated], *self._later]
         by_number: list[Any] = []
         if self._by_name:
             present = [tensor for tensor in tensors if tensor is not None]
             by_number = [*present, *allocated, *[None] * len(self._later)]
-        index = self._index
-        if index is None:
-            self._run(all_addresses, 0, by_number)
-        elif current_device() == index:
-            self._run(all_addresses, current_stream(index), by_number)
-        else:
-            with torch.cuda.device(index):
-                self._run(all_addresses, current_stream(index), by_number)
-        if self._by_name:
-            return tuple([None if r is None else by_number[r] for r in self._results])
-        return tuple([allocated[number] for number in self._in_made])
-
-    def _run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
-        """Run the steps. where: addresses, by_number: tensors of `numbers`, none if not needed."""
+        counter = None
+        if self._counts:
+            # Launches of a run share it, one after the other on their stream. One that is made for
+            # a graph or a simulated launch lives until they are done.
+            counter = tile_counter(self.plan.device, stream)
+            where[-1] = counter.data_ptr()
         try:
             steps = self._free.pop()
         except IndexError:
@@ -136,6 +141,10 @@ class Execution:
         # Behind an error they are dropped, and the next call packs new ones.
         self._free.append(steps)
         self.has_run = True
+        if self._by_name:
+            return tuple([None if r is None else by_number[r] for r in self._results])
+        results: tuple[Any, ...] = self._results_of((*allocated, None))
+        return results
 
     def _new_steps(self) -> tuple[Any, ...]:
         return tuple(
@@ -217,13 +226,6 @@ class PackedArguments:
         for word, number, offset in self._shifted:
             words[word] = addresses[number] + offset
         words[self._stream] = stream
-
-    def call(self, function: Callable[[int], Any], addresses: Sequence[int], stream: int) -> None:
-        self.write(addresses, stream)
-        function(self._address)
-        status = self._words[self._status]
-        if status:
-            _raise(status & 0xFFFFFFFF)
 
 
 def _raise(status: int) -> NoReturn:
@@ -310,19 +312,16 @@ class _LaunchStep(PackedArguments):
         super().__init__(step, of.numbers)
         # The code of the host function belongs to the kernel's linked module.
         self._kernel, self._function = of._kernels[step.spec]
-        self._device = of.plan.device
         self._views = [(view, of.numbers[view.name]) for view in step.views]
-        self._counts = any(view.name == TILE_COUNTER for view in step.views)
 
     def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
-        counter = None  # one that is made for a graph or a simulated launch lives until it is done
-        if self._counts:
-            counter = tile_counter(self._device, stream)
-            where[-1] = counter.data_ptr()
-        if self._function is not None:
-            self.call(self._function, where, stream)
-            return
         self.write(where, stream)
+        if self._function is not None:
+            self._function(self._address)
+            status = self._words[self._status]
+            if status:
+                _raise(status & 0xFFFFFFFF)
+            return
         memory = [_extent(view, where[number]) for view, number in self._views if view.numel()]
         launch.simulate(self._kernel, self.addresses, sorted(memory))
 

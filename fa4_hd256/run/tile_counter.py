@@ -5,9 +5,9 @@ A launch leaves it at 0, as it found it, so nothing is zeroed between launches o
 launches that may run at the same time have one each: every stream its own. A handle of a stream
 that was destroyed may come back as another stream's; like PyTorch's allocator, which keeps memory
 by stream, this relies on the old one's work being done by then. A captured graph may be replayed
-beside anything but itself, so a launch in it gets a counter that no other one ever gets. Counters
-are made `COUNT` at a time, which waits for the device once; where a graph finds none left, it
-zeroes one of its own at every replay.
+beside anything but itself, so a call in it gets a counter that no other one ever gets; launches of
+one call run one after the other. Counters are made `COUNT` at a time, which waits for the device
+once; where a graph finds none left, it zeroes one of its own at every replay.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ _lock = threading.Lock()
 
 
 def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
-    """Return (1,) int32, 0, that no other launch uses at the same time as one on this stream.
-    stream: PyTorch's current one of the device; any number for the CPU."""
-    if device.type == "cpu":
-        return torch.zeros(1, dtype=torch.int32)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    """Return (1,) int32, 0, that no other launch uses at the same time as one of this call, on this
+    stream. stream: PyTorch's current one of the device; any number for the CPU."""
+    index = device.index
+    if index is None:
+        if device.type == "cpu":
+            return torch.zeros(1, dtype=torch.int32)
+        index = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         with _lock:
             if _free.get(index):

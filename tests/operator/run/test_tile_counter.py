@@ -10,12 +10,13 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import flash_attn_func
+from bench.measure import host
+from fa4_hd256 import flash_attn_func, plans
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.forward.tiles import ForwardTiles
 from fa4_hd256.kernels.kernel_set import KernelSet
-from fa4_hd256.kernels.problem_class import scalar_names
+from fa4_hd256.kernels.problem_class import TILE_COUNTER, scalar_names
 from fa4_hd256.run import execute, tile_counter
 from fa4_hd256.run.argument_types import compile_arguments
 from fa4_hd256.run.arguments import CallTensors, call_arguments
@@ -128,3 +129,25 @@ def test_a_kernel_that_counts_nothing_gets_none(monkeypatch):
     monkeypatch.setattr(execute, "tile_counter", refuse)
     q = torch.randn(1, 128, 1, 256).bfloat16()
     assert flash_attn_func(q, q, q, use_clc=False).isfinite().all()
+
+
+@pytest.mark.architecture("sm_90a")
+def test_launches_of_a_call_share_one(monkeypatch):
+    """A backward's kernels run one after the other, so the call asks for one counter."""
+    made = []
+
+    def counted(device, stream):
+        made.append(torch.zeros(1, dtype=torch.int32))
+        return made[-1]
+
+    monkeypatch.setattr(execute, "tile_counter", counted)
+    leaves = [torch.randn(1, 4, 1, 256).bfloat16().requires_grad_() for _ in "qkv"]
+    with host.stand_in():
+        out = flash_attn_func(*leaves, use_clc=False)
+        assert not made
+        (plan,) = plans.launched_by(lambda: out.backward(torch.ones_like(out)))
+        counts = [any(v.name == TILE_COUNTER for v in step.views) for step in plan.launches]
+        (execution,) = [e for e in plans._cache.executions.values() if e.plan is plan]
+        packed = [step for step, is_one in zip(execution._free[-1], counts) if is_one]
+    assert sum(counts) > 1 and len(made) == 1
+    assert all(made[0].data_ptr() in list(step._words) for step in packed)
