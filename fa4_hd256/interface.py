@@ -317,8 +317,11 @@ def attend_sequences(
     seqused_k, page_table, scheduler_metadata. others: further tensors by name. arguments: fields
     of `Call`.
     """
-    longest = arguments[LONGEST]
-    if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
+    longest_q, longest_k = arguments[LONGEST]
+    # `isinstance` takes five times as long for what is no tensor.
+    if not (longest_q is longest_k is None) and (
+        isinstance(longest_q, torch.Tensor) or isinstance(longest_k, torch.Tensor)
+    ):
         arguments = bounded(arguments, inputs[0], others.get(TREE_WORDS))
     tensors: tuple[Any, ...] = (*inputs, *sequences, *_NO_OTHERS[len(sequences) :], out)
     if others:

@@ -12,7 +12,6 @@ rows, `in_use` checks lengths and entries that are on the CPU before the plan is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ def flash_attn_with_kvcache(
         tensors = call
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         arguments = bounded(arguments, q, words)
-    out, lse = _write_and_attend(tensors, arguments, rotary_interleaved, not return_lse)
+    out, lse = _write_and_attend(tensors, arguments, (*others, rotary_interleaved), not return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -192,7 +191,7 @@ def _are_read_as_given(cache_seqlens: Any) -> bool:
     """Return True if the attention takes lengths as they are; on the CPU they are checked."""
     if cache_seqlens is None:
         return True
-    return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
+    return isinstance(cache_seqlens, torch.Tensor) and not cache_seqlens.is_cpu
 
 
 def _attend_without_new_rows(
@@ -214,23 +213,26 @@ def _attend_without_new_rows(
 
 
 def _write_and_attend(
-    tensors: Sequence[Any], arguments: tuple[Any, ...], interleaved: Any, only_first: bool
+    tensors: tuple[Any, ...], arguments: tuple[Any, ...], form: tuple[Any, ...], only_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new rows and attend to all; return (out, lse). tensors: fields of `CacheTensors`.
-    arguments: fields of `Call`. only_first: the lse may hold anything. Raises TypeError or
-    ValueError for what is not accepted, before anything is written."""
+    arguments: fields of `Call`. form: the names of tensors by name, then rotary_interleaved.
+    only_first: the lse may hold anything. Raises TypeError or ValueError for what is not accepted,
+    before anything is written."""
     if not is_intercepted():
         metadata = tensors[_SCHEDULER_METADATA]
         mark = None if metadata is None else marked(metadata)
-        form = mark, bytes([tensor is None for tensor in tensors]), interleaved
-        found = plans.find(plans.facts_of(_EAGER_KVCACHE, arguments, form), tensors)
+        optional = (tensors[0], *tensors[_BEFORE_OTHERS], *tensors[_BEHIND_OTHERS])
+        is_missing = [tensor is None for tensor in optional]
+        facts = plans.facts_of(_EAGER_KVCACHE, arguments, (mark, *is_missing, *form))
+        found = plans.find(facts, tensors)
         if found is not None:
             execution, addresses = found
             check_memory(tensors)
             out, lse = plans.run(_EAGER_KVCACHE, execution, tensors, addresses, only_first)
             return out, lse
     refuse_tangents(tensors)
-    values = resolve_cache_call(tensors, (*arguments, interleaved))
+    values = resolve_cache_call(tensors, (*arguments, form[-1]))
     out, _, _, q, *_ = tensors
     if out is None:
         dtype = result_dtypes(q.dtype)[0]
@@ -243,6 +245,9 @@ _OTHERS = (TREE_WORDS, *DESCALES, *BLOCK_SCALES, *SCORE_MOD.tensors)
 _NO_OTHERS = [None] * len(_OTHERS)
 _AT_OTHERS = CacheTensors._fields.index(_OTHERS[0])
 assert CacheTensors._fields[_AT_OTHERS : _AT_OTHERS + len(_OTHERS)] == _OTHERS
+#: Fields that calls with new rows may have or lack, beside out and those.
+_BEFORE_OTHERS = slice(CacheTensors._fields.index("sink"), _AT_OTHERS)
+_BEHIND_OTHERS = slice(_AT_OTHERS + len(_OTHERS), None)
 
 _SCHEDULER_METADATA = CacheTensors._fields.index(SCHEDULER_METADATA)
 #: Eager calls; `operators` has the kind of the same operator's body.

@@ -116,8 +116,9 @@ def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
     return tuple(map(type, facts))
 
 
-def are_aligned(addresses: Sequence[int]) -> bool:
-    return not functools.reduce(operator.or_, addresses) % ALIGNMENT
+_address_of = torch.Tensor.data_ptr
+#: Addresses, bit by bit: a multiple of `ALIGNMENT` if all of them are.
+_mixed: Callable[[Sequence[int]], int] = functools.partial(functools.reduce, operator.or_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +171,9 @@ class _Guard:
         self._present = operator.itemgetter(*places)
         self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
         self._repeated = [(place, first) for place, first in places.items() if place != first]
-        # Twice the last one: of a single place `itemgetter` returns no tuple.
-        self._absent = operator.itemgetter(*absent, absent[-1]) if absent else None
-        self._nones = (None,) * (len(absent) + 1)
+        # Runs of places: slices are taken and compared in C.
+        self._absent = operator.itemgetter(*_runs(absent)) if absent else None
+        self._nones = self._absent and self._absent((None,) * (absent[-1] + 1))
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
         """Return the addresses of the tensors if they are those of the key, else None."""
@@ -186,9 +187,18 @@ class _Guard:
                 if tensors[place] is not tensors[first]:
                     return None
             present = self._present(tensors)
-        addresses = [tensor.data_ptr() for tensor in present]
+        addresses = list(map(_address_of, present))
         # Without memory: see `key_of`. Executions that have guards are of the largest alignment.
-        return addresses if 0 not in addresses and are_aligned(addresses) else None
+        return None if 0 in addresses or _mixed(addresses) % ALIGNMENT else addresses
+
+
+def _runs(places: list[int]) -> list[slice]:
+    """Return slices of which each has the places of one run; places ascend."""
+    runs: list[slice] = []
+    for place in places:
+        begins = not runs or runs[-1].stop != place
+        runs.append(slice(place if begins else runs.pop().start, place + 1))
+    return runs
 
 
 class _Alike:
@@ -340,7 +350,7 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Execution, list[int]
         execution = _planned(facts, tensors)
         if repeats(tensors):
             _cache.keep(key, execution)
-    elif are_aligned(addresses):
+    elif not _mixed(addresses) % ALIGNMENT:
         _guard(facts, tensors, execution, switches)
     return execution, addresses
 

@@ -160,9 +160,11 @@ def check_memory(tensors: Sequence[Any]) -> None:
     NVFP4 are written to like the caches. tensors: fields of `CacheTensors`.
     Each call checks this: neither modes nor addresses are part of the key of a plan."""
     out, k_cache, v_cache, q, k, v = tensors[:6]
-    spans = [(name, rows, memory_span(rows)) for name, rows in (("k", k), ("v", v))]
+    read = [("k", k), ("v", v)]
     if tensors[_ROTARY_COS] is not None:
-        spans.append(("q", q, memory_span(q)))
+        read.append(("q", q))
+    begins, ends = zip(*[memory_span(rows) for _, rows in read], strict=True)
+    first, last = min(begins), max(ends)
     written = [("k_cache", k_cache), ("v_cache", v_cache)]
     if k_cache.dtype == NVFP4:
         scales = zip(BLOCK_SCALES, tensors[_BLOCK_SCALES], strict=True)
@@ -178,9 +180,10 @@ def check_memory(tensors: Sequence[Any]) -> None:
                 "each, as both are written to"
             )
         before[begin] = name
-        for read, rows, (first, last) in spans:
-            if first < end and begin < last:
-                memory.check_apart(cache, [rows], f"{name} lies in the memory of {read}")
+        # Rows mostly lie all before a cache, or all behind it.
+        if first < end and begin < last:
+            for of_rows, rows in read:
+                memory.check_apart(cache, [rows], f"{name} lies in the memory of {of_rows}")
     if out is not None:
         memory.check_writable_again(out, tensors[1:])
 
@@ -290,9 +293,10 @@ def check_beside_tree(rotary_cos: Any) -> None:
 
 def check_no_gradients(names: Sequence[str], *given: Any) -> None:
     """Raise NotImplementedError if gradients would be recorded. given: arguments of these names."""
-    for place, tensor in enumerate(given):
-        if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            name = names[place]
+    if not [t for t in given if t is not None and isinstance(t, torch.Tensor) and t.requires_grad]:
+        return
+    for name, tensor in zip(names, given, strict=True):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
                 "call under torch.no_grad(), or flash_attn_varlen_func"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +32,9 @@ from ..run.execute import Execution
 DIFFERENTIABLE = 5
 #: Place of out among what `BackwardTensors.kept` makes.
 _OUT = 3
-#: Tensors of a backward that calls with the same values may have or lack, beside dlse.
-_optional = operator.itemgetter(
-    *range(*map(BackwardTensors._fields.index, ("sink", FUNCTION_TENSORS[0])))
-)
+#: Tensors of a backward that calls with the same values may have or lack, and dlse.
+_OPTIONAL = slice(*map(BackwardTensors._fields.index, ("sink", FUNCTION_TENSORS[0])))
+_DLSE = BackwardTensors._fields.index("dlse")
 
 
 @torch.library.custom_op(
@@ -81,20 +79,21 @@ def refuse_second_order(context: FunctionCtx, *gradients: Any) -> None:
 backward.register_autograd(refuse_second_order)
 
 
-def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
+def call_backward(tensors: Sequence[Any], values: BackwardValues) -> tuple[torch.Tensor, ...]:
     """Return (dq, dk, dv, dsink, dgate) as `backward` has them, those of packed sequences without a
-    batch; what is not requested may be None or anything. tensors: packed sequences with or without
-    a batch of 1. values: hashable, so `wanted` a tuple."""
+    batch; what is not requested may be None or anything. tensors: the fields of `BackwardTensors`,
+    packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple."""
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
-        absent = [tensor is None for tensor in _optional(tensors)]
-        facts = (_BACKWARD, *values.forward, values.wanted, tensors.dlse is None, *absent)
+        forward, wanted = values
+        absent = [tensor is None for tensor in tensors[_OPTIONAL]]
+        facts = (_BACKWARD, *forward, wanted, tensors[_DLSE] is None, *absent)
         planned = plans.find(facts, tensors)
         if planned is not None:
             return plans.run(_BACKWARD, planned[0], tensors, planned[1])
-    batched = tensors.with_batches()
-    gradients = backward(*batched, *values.forward, list(values.wanted))
-    given = tensors.q, tensors.k, tensors.v, tensors.sink, tensors.out_gate
+    named = BackwardTensors(*tensors)
+    gradients = backward(*named.with_batches(), *values.forward, list(values.wanted))
+    given = named.q, named.k, named.v, named.sink, named.out_gate
     # Packed sequences have a batch of 1 in the operator; what is not requested has one dimension.
     return tuple(
         gradient.squeeze(0) if tensor is not None and 1 < gradient.ndim > tensor.ndim else gradient
@@ -158,16 +157,16 @@ def _of_saved(
     if dout is None:
         out = tensors[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
-    batched = [tensor is not None and is_batch_of_gradients(tensor) for tensor in (dout, dlse)]
-    if any(batched):
+    if is_batch_of_gradients(dout) or (dlse is not None and is_batch_of_gradients(dlse)):
+        batched = [one is not None and is_batch_of_gradients(one) for one in (dout, dlse)]
         entries = _entries((dout, dlse), batched)
         found = [_of_saved(tensors, values, needed, *of, compute=compute) for of in entries]
         return _joined(found)
     wanted = (needed[0], needed[1] or needed[2], *needed[3:])
-    results = compute(BackwardTensors(dout, dlse, *tensors), BackwardValues(values, wanted))
-    return tuple(
-        gradient if is_needed else None for gradient, is_needed in zip(results, needed, strict=True)
-    )
+    # Fields of `BackwardTensors`, whose class takes longer than a plain tuple.
+    results = compute((dout, dlse, *tensors), BackwardValues(values, wanted))
+    # From a list, in half the time of a generator.
+    return tuple([one if is_needed else None for one, is_needed in zip(results, needed)])
 
 
 def _nesting() -> int:

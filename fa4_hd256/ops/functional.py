@@ -5,12 +5,13 @@ The operator's own autograd keeps its context while it computes, which these tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..call.forward_problem import check_differentiable
-from ..call.operator_arguments import BackwardTensors, BackwardValues, ForwardTensors, ForwardValues
+from ..call.operator_arguments import BackwardValues, ForwardTensors, ForwardValues
 from ..private_torch import TransformType, transforms
 from .autograd import DIFFERENTIABLE, gradients_of, refuse_second_order, save
 from .autograd import backward as backward_operator
@@ -73,7 +74,7 @@ class _DifferentiatedOperator(torch.autograd.Function):
         return None, *gradients, *[None] * others
 
 
-def _differentiated(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
+def _differentiated(tensors: Sequence[Any], values: BackwardValues) -> tuple[torch.Tensor, ...]:
     gradients: tuple[torch.Tensor, ...] = _Gradients.apply(_Held(values), *tensors)
     return gradients
 

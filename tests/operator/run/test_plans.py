@@ -583,3 +583,26 @@ def test_operations_read_no_memory_that_other_calls_write_to(lifetime):
         return
     with pytest.raises(AssertionError, match="maximum of lse has memory that other calls write to"):
         builder.plan()
+
+
+def test_places_in_runs():
+    """A guard compares them run by run."""
+    assert plans._runs([]) == []
+    assert plans._runs([3]) == [slice(3, 4)]
+    assert plans._runs([0, 1, 2, 5, 7, 8]) == [slice(0, 3), slice(5, 6), slice(7, 9)]
+
+
+@pytest.mark.parametrize("wrong", ["k", "v", "cache_seqlens"])
+def test_new_rows_that_lack_a_tensor_are_refused_behind_a_guard(wrong):
+    """The facts of a call with new rows do not say which of them are given."""
+    q, k, v = tensors((1, 1, 2, 256), (1, 1, 1, 256), (1, 1, 1, 256))
+    caches = tensors((4, 16, 1, 256), (4, 16, 1, 256))
+    given = {"k": k, "v": v, "cache_seqlens": int32(3), "page_table": torch.tensor([[0, 1]]).int()}
+    with host.stand_in():
+        for _ in range(3):
+            flash_attn_with_kvcache(q, *caches, **given)
+        assert [len(guards) for guards in plans._cache.guards.values()] == [1]
+        with pytest.raises((TypeError, ValueError)):
+            flash_attn_with_kvcache(q, *caches, **given | {wrong: None})
+        out = torch.empty_like(q)
+        assert flash_attn_with_kvcache(q, *caches, **given, out=out) is out
