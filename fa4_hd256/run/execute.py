@@ -72,6 +72,7 @@ class Execution:
         self.has_run = self.is_differentiable = False
         device = plan.device
         allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
+        allocations, self.begins = _together(plan, allocations)
         self._make = [_maker(one, device) for one in allocations]
         self._make_only_first = [_unread_maker(one, device) for one in allocations]
         operations = [step for step in plan.steps if isinstance(step, Operation)]
@@ -79,6 +80,7 @@ class Execution:
         names = [*plan.inputs, *(one.name for one in allocations), *results, TILE_COUNTER]
         #: Number of each tensor that the plan names: its place in the list of addresses.
         self.numbers = {name: number for number, name in enumerate(names)}
+        self.numbers |= dict.fromkeys(self.begins, self.numbers.get(_SCRATCH, 0))
         #: Zeros: places of what operations make and of the counter, filled in each run's own list.
         self._later = [0] * (len(results) + 1)
         compiled = {spec: compile_kernel(spec) for spec in plan.specs}
@@ -187,15 +189,17 @@ class _Place(NamedTuple):
 class PackedArguments:
     """A launch's arguments, packed in memory of their own, for one thread at a time."""
 
-    def __init__(self, step: Launch, numbers: Mapping[str, int]) -> None:
-        """numbers: of the tensors that the plan names."""
+    def __init__(self, step: Launch, numbers: Mapping[str, int], begins: Mapping[str, int]) -> None:
+        """numbers: of the tensors that the plan names. begins: in bytes, of those that do not begin
+        where their memory does."""
         content, starts, places = bytearray(), [], []
         stream: int | None = None
         for slot in step.slots:
             start = len(content) // _WORD
             starts.append(start)
             if isinstance(slot, View):
-                places.append(_Place(start, numbers[slot.name], slot.begin))
+                begin = begins.get(slot.name, 0) + slot.begin
+                places.append(_Place(start, numbers[slot.name], begin))
             elif slot is STREAM:
                 stream = start
             content += _words(slot)
@@ -309,10 +313,12 @@ class _LaunchStep(PackedArguments):
     """A launch: of a kernel's host code on a GPU, in the simulator for CPU tensors."""
 
     def __init__(self, step: Launch, of: Execution) -> None:
-        super().__init__(step, of.numbers)
+        super().__init__(step, of.numbers, of.begins)
         # The code of the host function belongs to the kernel's linked module.
         self._kernel, self._function = of._kernels[step.spec]
-        self._views = [(view, of.numbers[view.name]) for view in step.views]
+        self._views = [
+            (view, of.numbers[view.name], of.begins.get(view.name, 0)) for view in step.views
+        ]
 
     def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
         self.write(where, stream)
@@ -322,7 +328,7 @@ class _LaunchStep(PackedArguments):
             if status:
                 _raise(status & 0xFFFFFFFF)
             return
-        memory = [_extent(view, where[number]) for view, number in self._views if view.numel()]
+        memory = [_extent(view, where[n] + begin) for view, n, begin in self._views if view.numel()]
         launch.simulate(self._kernel, self.addresses, sorted(memory))
 
 
@@ -378,6 +384,32 @@ def _maker(allocation: Allocation, device: torch.device) -> Make:
 
     is_whole = len(fills) == 1 and fills[0][:2] == (0, size)
     return filled_with_one if is_whole else filled
+
+
+#: Name, greatest size and alignment, in bytes, of the memory of `_together`.
+_SCRATCH, MOST_SCRATCH, _SCRATCH_ALIGNMENT = "scratch", 1 << 24, 512
+
+
+def _together(
+    plan: LaunchPlan, allocations: list[Allocation]
+) -> tuple[list[Allocation], dict[str, int]]:
+    """Return allocations with one in the place of all that kernels alone write and read, and the
+    first byte of each of these in it. To allocate takes longer than to launch. Large memory stays
+    apart, since one block for all may not be there where two are."""
+    named = {*plan.results}
+    for step in plan.steps:
+        named |= {*step.reads} if isinstance(step, Operation) else set()
+    begins: dict[str, int] = {}
+    size = 0
+    for one in allocations:
+        if one.lifetime is Lifetime.CALL and not one.fills and one.name not in named:
+            begins[one.name] = size
+            size += math.prod(one.shape) * one.dtype.itemsize
+            size += -size % _SCRATCH_ALIGNMENT
+    if len(begins) < 2 or size > MOST_SCRATCH:
+        return allocations, {}
+    others = [one for one in allocations if one.name not in begins]
+    return [*others, Allocation(_SCRATCH, (size,), torch.uint8)], begins
 
 
 #: Elements of float32 of the memory that calls write to and nobody reads, 1 MiB, and it by device.

@@ -21,6 +21,7 @@ from fa4_hd256 import (
     masks,
     plans,
 )
+from fa4_hd256.run import execute
 from fa4_hd256.run.plan import Lifetime, PlanBuilder
 from fa4_hd256.score_mods import ScoreMod, alibi
 
@@ -606,3 +607,29 @@ def test_new_rows_that_lack_a_tensor_are_refused_behind_a_guard(wrong):
             flash_attn_with_kvcache(q, *caches, **given | {wrong: None})
         out = torch.empty_like(q)
         assert flash_attn_with_kvcache(q, *caches, **given, out=out) is out
+
+
+def test_what_kernels_alone_use_is_one_allocation(launched, monkeypatch):
+    """Statistics and dS of a backward lie in one block where nothing is filled, as on a GPU."""
+    case, inputs = BACKWARDS["causal"], dense()
+    dout = torch.randn_like(inputs[0])
+    expected = gradients(case, inputs, {"causal": True}, dout)
+    begins, together = [], execute._together
+
+    def unfilled(plan, allocations):
+        found = together(plan, [replace(one, fills=()) for one in allocations])
+        begins.append(found[1])
+        return found
+
+    monkeypatch.setattr(execute, "_together", unfilled)
+    forget()
+    for one, other in zip(gradients(case, inputs, {"causal": True}, dout), expected, strict=True):
+        assert torch.equal(one, other)
+    of_forward, of_backward = begins
+    assert not of_forward and {"stats", "ds"} <= set(of_backward)
+    assert len(set(of_backward.values())) == len(of_backward)
+    assert all(begin % 512 == 0 for begin in of_backward.values())
+    monkeypatch.setattr(execute, "MOST_SCRATCH", 0)
+    forget()
+    gradients(case, inputs, {"causal": True}, dout)
+    assert begins[-1] == {}
