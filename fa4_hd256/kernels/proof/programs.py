@@ -167,8 +167,11 @@ class Programs:
         counters: Counters,
     ) -> Iterator[RoleOperation]:
         """Yield operations: acts ahead for step `ahead`, others for `here`; None for none."""
+        is_beside = here is not None and ahead is not None
         for act in role.acts:
             at = ahead if act.is_ahead else here
+            if act.beside not in (None, is_beside):
+                continue
             if at is not None and act.when.applies(at.is_first, at.is_last):
                 place = before if act.of_tile_before else at
                 if place is not None:

@@ -16,6 +16,10 @@ steps is
 A role that *crosses* tiles does the acts that are ahead for step 0 of the next tile, if that has
 any step, in this one's end; its start is that of the first tile, and of one after a tile without
 steps.
+
+An act may be limited by its `beside`.  With True it is done only where acts ahead and others are
+done together: in the body, and in an end that crosses.  With False it is done only in a start, or
+in an end that does not cross.
 """
 
 from __future__ import annotations
@@ -208,12 +212,15 @@ def extend(ring: str, content: str) -> Action:
 
 @dataclass(frozen=True)
 class Act:
-    """Part of a role's step. is_ahead: for the following one. of_tile_before: of its last step."""
+    """Part of a role's step. is_ahead: for the following one. of_tile_before: of its last step.
+    beside: the act is done only where a step has (True) or lacks (False) a step beside it, see the
+    module's docstring; None: everywhere."""
 
     actions: tuple[Action, ...]
     when: When = When.EACH
     is_ahead: bool = False
     of_tile_before: bool = False
+    beside: bool | None = None
 
 
 def act(*actions: Action, when: When = When.EACH, is_ahead: bool = False) -> Act:

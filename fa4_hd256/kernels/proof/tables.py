@@ -118,6 +118,9 @@ def _word(action: Action) -> Iterator[str]:
 
 def _when(act: Act, role: Role) -> str:
     words = act.when.value
+    if act.beside is not None:
+        other = "before" if act.is_ahead else "ahead"
+        words += f", beside the step {other}" if act.beside else ", alone"
     if act.of_tile_before:
         return f"{words}, for the tile before"
     if not act.is_ahead:

@@ -287,6 +287,8 @@ FORWARD_STEP = re.compile("FS{16}b?F?O+W([xb]*)W")
 #: A step of dV: three products in a row; dS to memory before the wait for S, exponentials before
 #: that for dV.
 DV_STEP = re.compile("FS{16}b?FS{16}b?FO{4}W(?:[sb]*)W([xb]*)W")
+#: The last step of a tile of dV, with S of the next tile: K and Q of that are waited for behind dP.
+DV_LAST_STEP = re.compile("FS{16}bbFS{16}b?FO{4}W(?:[sb]*)W([xb]*)W")
 #: One gradient by itself: S, dP (not for dV) and the sum, then exponentials before the wait for it.
 SINGLE_STEP = re.compile("FS{16}b*(?:FS{16}b*)?FO{4}W([xb]*)W")
 #: Kernel -> a step, and the exponentials that hide in each loop at least.
@@ -311,6 +313,15 @@ def test_products_stay_in_flight_and_hide_the_exponentials(name):
     assert len(hidden) == loops and min(hidden) > most, code
     # Such as they would be.
     assert step.findall(code.replace("SS", "SWS")) == []
+
+
+@pytest.mark.parametrize("name", ["Hopper, dv, full", "Hopper, dv, packed"])
+@pytest.mark.sampled("Hopper, dv, packed")
+def test_products_of_two_tiles_stay_in_flight_together(name):
+    """dV of a tile's last step hides the exponentials of the next tile; ptxas leaves two of 32."""
+    code = letters(code_of(name)[1].instructions, WGMMA_LETTERS)
+    (between,) = DV_LAST_STEP.findall(code)
+    assert between.count("x") >= 30, code
 
 
 #: Kernel in e4m3 -> MMAs, and groups of them that are under way together.

@@ -5,23 +5,31 @@ warpgroups; one step multiplies it with 64 query rows of one of the query heads 
 head.  Scores are transposed, S^T = K Q^T, so that P^T lies in the registers in which wgmma reads an
 A.
 
-Timeline of one CTA; 0' is the next tile's first step::
+Timeline of one CTA; n is a tile's last step, 0' the next tile's first::
 
-    load        Q(1) dO(1) Q(2) dO(2) ..                    | K' Q(0') V' dO(0')
-    warpgroup   S(0)  | dP(0) S(1) dV(0) | dP(1) S(2) dV(1) ..        | dP(n) dV(n)
-                P(0)          dS(0)> P(1)        dS(1)> P(2) ..       dS(n)> dV ->
+    load        Q(1) dO(1)      | Q(2) dO(2)      | ..  | K' Q(0') dO(0') V' | Q(1') dO(1') ..
+    warpgroup   dP(0) S(1) dV(0) | dP(1) S(2) dV(1) | .. | dP(n) S(0') dV(n)  | dP(0') S(1') ..
+                 dS(0)> P(1)        dS(1)> P(2)             dS(n)> P(0') dV ->    dS(0')> ..
 
 where > is the write of dS to global memory, straight from registers.  A warpgroup issues three
-MMAs at once; it computes dS of the first while the second runs, P of the second while the third
-does.  Nothing ties the warpgroups together but the buffers.
+MMAs at once, dP and dV of a step and S of the step ahead (`_step`).  It computes dS while S runs,
+and P while dV runs.  The last step of a tile is no exception: the step ahead is the first of the
+next tile.  Where there is no step ahead, dP and dV run alone (`_end`), and the next tile with steps
+begins with S alone (`_begin`).  Nothing ties the warpgroups together but the buffers.
+
+K has one buffer, and so has V.  K is free when S(n) is done, a step before the tile ends, so K' is
+there for S(0').  V is free after dP(n); dO(0') has a free buffer before, so it is loaded first.
+
+Where scores have slopes (softcap, score_mod), S is issued behind dS: their registers are not there
+for three MMAs at once.
 
 Both CTAs need the same rows of Q and dO: each loads half of their columns for both.  Q has one
 buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
 with the loads of a step Q of the next is prefetched into L2 (docs/kernels.md).
 
 NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for an MMA that is there
-to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
-there, stands between the two.
+to hide it, but not across the loop of an mbarrier wait.  So a wait for the step's dO, which has
+long been there, stands between the two.
 
 NOTE [P in 16 bits].  dS is made of the P that dV is made of, rounded: in float32 P would take 16
 registers more than there are beside dV, S, dP and the P that is being multiplied.
@@ -76,13 +84,21 @@ STATS = {"q": "lse", "dout": "delta"}
 
 @dataclass(frozen=True)
 class DvOperands(SharedByReference):
-    """Descriptors in shared memory: k, v of this warpgroup's keys; dout_columns: B of dV."""
+    """Operands of the MMAs, and the sum of dV, of one warpgroup.
+
+    Descriptors of shared memory: k, v: of this warpgroup's keys; q, dout: B of S and of dP;
+    dout_columns: B of dV. Registers: dv: the sum; p: A of dV; p_slopes: P times the slope of its
+    score, the same registers as p where scores have no slopes.
+    """
 
     k: cute.Tensor
     v: cute.Tensor
     q: cute.Tensor
     dout: cute.Tensor
     dout_columns: cute.Tensor
+    dv: cute.Tensor
+    p: cute.Tensor
+    p_slopes: cute.Tensor
 
 
 class DvTile(NamedTuple):
@@ -91,6 +107,10 @@ class DvTile(NamedTuple):
     work: WorkTile
     mask: KeyMask | ListedKeyMask
     ds_row: Int32
+
+
+#: A step with its tile.
+PlacedStep = tuple[DvTile, Step]
 
 
 class DvKernel(HopperBackward):
@@ -167,8 +187,8 @@ class DvKernel(HopperBackward):
                 position = self.first_position(tile_context, work)
                 states = self._load_keys(tile_context, "k", work, states)
                 states = self._load_queries(tile_context, "q", work, position, states)
-                states = self._load_keys(tile_context, "v", work, states)
                 states = self._load_queries(tile_context, "dout", work, position, states)
+                states = self._load_keys(tile_context, "v", work, states)
                 self._prefetch_q(tile_context, work, position, num_steps > 1)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
@@ -223,15 +243,49 @@ class DvKernel(HopperBackward):
         """One warpgroup: dV of its 64 keys of every tile, and their dS."""
         states = RingRecord.waiting(self.edges, "k_loaded", "v_loaded", "q_loaded", "dout_loaded")
         scheduler = self.scheduler.create(context.order, context.channel)
+        operands = self._operands(context)
+        operands.dv.fill(0.0)
         work = scheduler.initial_work()
-        operands, dv = self._operands(context), self.sum.accumulator()
+        # is_separate: P of a tile's first step is computed by itself (`_begin`), not beside the
+        # last step of the tile before.
+        num_steps, is_separate = self._num_steps_if_valid(context, work), Boolean(True)
         while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            dv.fill(0.0)
+            tile, step = self._tile(context, work), self.first_position(context, work)
             if num_steps > 0:
-                states = self._steps(context, operands, dv, work, num_steps, states)
-            self._finish(context, work, dv)
-            work = scheduler.advance_to_next_work()
+                if is_separate:
+                    states = self._begin(context, operands, (tile, step), num_steps == 1, states)
+                context.barriers["v_loaded"].wait(states["v_loaded"])
+            for number in cutlass.range(1, num_steps, unroll=1):
+                ahead = self.tiles.next_position(step)
+                steps = (tile, step), (tile, ahead)
+                states = self._step(context, operands, steps, number + 1 == num_steps, states)
+                step = ahead
+            following = scheduler.advance_to_next_work()
+            following_steps = self._num_steps_if_valid(context, following)
+            is_separate = (num_steps == 0) | (following_steps == 0)
+            if num_steps > 0:
+                if is_separate:
+                    states = self._end(context, operands, (tile, step), states)
+                else:
+                    ahead = self._tile(context, following), self.first_position(context, following)
+                    steps = (tile, step), ahead
+                    states = self._step(
+                        context, operands, steps, following_steps == 1, states, crosses=True
+                    )
+            self._finish(context, work, operands.dv)
+            operands.dv.fill(0.0)
+            work, num_steps = following, following_steps
+
+    @cute.jit
+    def _num_steps_if_valid(self, context: Context, work: WorkTile) -> Int32:
+        """Return the number of steps of a tile, 0 if there is no tile."""
+        num_steps = Int32(0)
+        if work.is_valid:
+            num_steps = self.num_steps(context, work)
+        return num_steps
+
+    def _tile(self, context: Context, work: WorkTile) -> DvTile:
+        return DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
 
     def _operands(self, context: Context) -> DvOperands:
         smem, shape, place = context.smem, (ROWS, HEAD_DIM), (this_warpgroup(), 0)
@@ -239,82 +293,104 @@ class DvKernel(HopperBackward):
             self.score.a_operand(cute.local_tile(smem[name][None, None, 0], shape, place))
             for name in ("k", "v")
         )
+        p = p_slopes = self.sum.a_fragment(STEP_QUERIES)
+        if self.capped:
+            p_slopes = self.sum.a_fragment(STEP_QUERIES)
         return DvOperands(
             k,
             v,
             self.score.b_operand(smem["q"]),
             self.score.b_operand(smem["dout"]),
             self.sum.b_operand(transposed(smem["dout"])),
+            self.sum.accumulator(),
+            p,
+            p_slopes,
         )
 
     @cute.jit
-    def _steps(
+    def _begin(
         self,
         context: Context,
         operands: DvOperands,
-        dv: cute.Tensor,
-        work: WorkTile,
-        num_steps: Int32,
+        ahead: PlacedStep,
+        is_last: Boolean,
         states: RingRecord,
     ):
-        barriers, step = context.barriers, self.first_position(context, work)
-        tile = DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
-        # P times the slope of its score, which is P where there is none.
-        p = p_slopes = self.sum.a_fragment(STEP_QUERIES)
-        if cutlass.const_expr(self.capped):
-            p_slopes = self.sum.a_fragment(STEP_QUERIES)
+        """Compute P of a tile's first step by itself. ahead: this step. is_last: it is the tile's
+        last step, too."""
         s = self.score.accumulator()
-        barriers["k_loaded"].wait(states["k_loaded"])
+        context.barriers["k_loaded"].wait(states["k_loaded"])
         self.issue_scores(context, "q", (operands.k, operands.q), s, states)
         wait(0)
-        states = self._probabilities(context, s, p_slopes, tile, step, states)
-        pack(s, p)
-        barriers["v_loaded"].wait(states["v_loaded"])
-        for _ in cutlass.range(1, num_steps, unroll=1):
-            # Registers of their own for every step: an MMA takes what it overwrites as an operand,
-            # too, which would keep them occupied in between.
-            s, dp = self.score.accumulator(), self.score.accumulator()
-            self.issue_scores(context, "dout", (operands.v, operands.dout), dp, states)
-            if cutlass.const_expr(not self.capped):
-                self.issue_scores(context, "q", (operands.k, operands.q), s, states)
-            self._issue_sum(operands, dv, p, states)
-            wait(1 if self.capped else 2)
-            place = self._place_of_ds(context, step, tile.ds_row)
-            self._store_ds(context, dp, p_slopes, states["dout_loaded"].index, place)
-            step = self.tiles.next_position(step)
-            barriers["v_loaded"].wait(states["v_loaded"])
-            if cutlass.const_expr(self.capped):
-                self.issue_scores(context, "q", (operands.k, operands.q), s, states)
-            wait(0 if self.capped else 1)
-            states = self._probabilities(context, s, p_slopes, tile, step, states)
-            barriers["v_loaded"].wait(states["v_loaded"])
-            wait(0)
-            # The MMA has read P.
-            pack(s, p)
-            barriers["dout_free"].arrive(states["dout_loaded"])
-            states.advance("dout_loaded")
-        barriers["k_free"].arrive(states["k_loaded"])
-        states.advance("k_loaded")
-        dp = self.score.accumulator()
+        states = self._probabilities(context, s, operands, ahead, is_last, states)
+        pack(s, operands.p)
+        return states
+
+    @cute.jit
+    def _step(
+        self,
+        context: Context,
+        operands: DvOperands,
+        steps: tuple[PlacedStep, PlacedStep],
+        is_last: Boolean,
+        states: RingRecord,
+        crosses: cutlass.Constexpr = False,
+    ):
+        """Compute dS and dV of a step beside P of the step ahead. steps: (the step, the step
+        ahead). is_last: the step ahead is the last of its tile. crosses: it is the first of the
+        next tile, whose K is awaited; V of the step's own tile is given back."""
+        (tile, step), ahead = steps
+        # Registers of their own for every step: an MMA takes what it overwrites as an operand,
+        # too, which would keep them occupied in between.
+        s, dp = self.score.accumulator(), self.score.accumulator()
         self.issue_scores(context, "dout", (operands.v, operands.dout), dp, states)
-        self._issue_sum(operands, dv, p, states)
-        wait(1)
-        barriers["v_free"].arrive(states["v_loaded"])
-        states.advance("v_loaded")
+        if cutlass.const_expr(crosses):
+            states.advance("k_loaded")
+            context.barriers["k_loaded"].wait(states["k_loaded"])
+        if cutlass.const_expr(not self.capped):
+            self.issue_scores(context, "q", (operands.k, operands.q), s, states)
+        self._issue_sum(operands, states)
+        wait(1 if self.capped else 2)
+        if cutlass.const_expr(crosses):
+            context.barriers["v_free"].arrive(states["v_loaded"])
+            states.advance("v_loaded")
         place = self._place_of_ds(context, step, tile.ds_row)
-        self._store_ds(context, dp, p_slopes, states["dout_loaded"].index, place)
+        self._store_ds(context, dp, operands.p_slopes, states["dout_loaded"].index, place)
+        # NOTE [arithmetic before the wait], here and behind P.
+        context.barriers["dout_loaded"].wait(states["dout_loaded"])
+        if cutlass.const_expr(self.capped):
+            self.issue_scores(context, "q", (operands.k, operands.q), s, states)
+        wait(0 if self.capped else 1)
+        states = self._probabilities(context, s, operands, ahead, is_last, states)
+        context.barriers["dout_loaded"].wait(states["dout_loaded"])
         wait(0)
-        barriers["dout_free"].arrive(states["dout_loaded"])
+        # The MMA has read P.
+        pack(s, operands.p)
+        context.barriers["dout_free"].arrive(states["dout_loaded"])
         states.advance("dout_loaded")
         return states
 
-    def _issue_sum(
-        self, operands: DvOperands, dv: cute.Tensor, p: cute.Tensor, states: RingRecord
-    ) -> None:
+    @cute.jit
+    def _end(self, context: Context, operands: DvOperands, here: PlacedStep, states: RingRecord):
+        """Compute dS and dV of a tile's last step where no step is ahead. here: this step."""
+        (tile, step), dp = here, self.score.accumulator()
+        self.issue_scores(context, "dout", (operands.v, operands.dout), dp, states)
+        self._issue_sum(operands, states)
+        wait(1)
+        context.barriers["v_free"].arrive(states["v_loaded"])
+        place = self._place_of_ds(context, step, tile.ds_row)
+        self._store_ds(context, dp, operands.p_slopes, states["dout_loaded"].index, place)
+        wait(0)
+        context.barriers["dout_free"].arrive(states["dout_loaded"])
+        for name in ("k_loaded", "v_loaded", "dout_loaded"):
+            states.advance(name)
+        return states
+
+    def _issue_sum(self, operands: DvOperands, states: RingRecord) -> None:
         """Issue dV += P^T dO of a step."""
         columns = operands.dout_columns[None, None, None, states["dout_loaded"].index]
         fence()
-        multiply(self.sum, dv, p, columns, True)
+        multiply(self.sum, operands.dv, operands.p, columns, True)
         commit()
 
     @traced("P")
@@ -323,12 +399,16 @@ class DvKernel(HopperBackward):
         self,
         context: Context,
         s: cute.Tensor,
-        p_slopes: cute.Tensor,
-        tile: DvTile,
-        step: Step,
+        operands: DvOperands,
+        ahead: PlacedStep,
+        is_last: Boolean,
         states: RingRecord,
     ):
-        """P of one step in place of its scores; gives Q and LSE back.  p_slopes: 16 bits."""
+        """Compute P of a step in place of its scores s, and P times slopes. Give Q and LSE back,
+        and K if this is the last step of its tile. ahead: the step."""
+        (tile, step), p_slopes = ahead, operands.p_slopes
+        if is_last:
+            context.barriers["k_free"].arrive(states["k_loaded"])
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
         stage = states["q_loaded"].index
         cute.autovec_copy(self.tiles.passing_stats(context, "lse", stage), negative_lse)

@@ -33,20 +33,19 @@ WARPGROUPS = 2
 FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
 
 
-def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...]) -> StepTable:
-    return StepTable(
-        rings,
-        roles=(Role("load", loads, claims=CLAIM_STEPS), Role("gradient", acts, parts=WARPGROUPS)),
-        meets=True,
-    )
+def _table(
+    rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...], crosses: bool = False
+) -> StepTable:
+    gradient = Role("gradient", acts, parts=WARPGROUPS, crosses=crosses)
+    return StepTable(rings, (Role("load", loads, claims=CLAIM_STEPS), gradient), meets=True)
 
 
-def _ahead(when: When, *actions: Action) -> Act:
-    return Act(actions, when, is_ahead=True)
+def _ahead(when: When, *actions: Action, beside: bool | None = None) -> Act:
+    return Act(actions, when, is_ahead=True, beside=beside)
 
 
-def _here(when: When, *actions: Action) -> Act:
-    return Act(actions, when)
+def _here(when: When, *actions: Action, beside: bool | None = None) -> Act:
+    return Act(actions, when, beside=beside)
 
 
 def _passing(content: str, ring: str, *stats: str) -> Action:
@@ -63,35 +62,35 @@ def dv_steps(capped: bool) -> StepTable:
     weights = touch("S"), read("q", "LSE"), arrive("q_free")
     # dS, out of dP.
     store = touch("dP"), read("dout", "delta")
-    beside, pending = ((), score) if capped else (score, ()), 1 if capped else 2
+    # S of the step ahead, and the MMAs under way when dP is done.
+    early, late, pending = ((), score, 1) if capped else (score, (), 2)
     return _table(
         (loaded("k"), loaded("v"), loaded("q", "q", "lse"), loaded("dout", "dout", "delta")),
         (
             _here(FIRST, fill("k", "K")),
             _here(When.EACH, _passing("Q", "q", "LSE")),
-            _here(FIRST, fill("v", "V")),
             _here(When.EACH, _passing("dO", "dout", "delta")),
+            _here(FIRST, fill("v", "V")),
         ),
         (
-            _ahead(FIRST, wait("k_loaded"), *score, done(0), *weights, wait("v_loaded")),
-            _here(NOT_LAST, *gradient),
-            _ahead(NOT_FIRST, *beside[0]),
-            _here(NOT_LAST, *total, done(pending), *store, again("v_loaded")),
-            _ahead(NOT_FIRST, *beside[1], done(pending - 1), *weights),
-            _here(NOT_LAST, again("v_loaded"), done(0), touch("dV"), arrive("dout_free")),
-            _here(
-                LAST,
-                arrive("k_free"),
-                *gradient,
-                *total,
-                done(1),
-                arrive("v_free"),
-                *store,
-                done(0),
-                touch("dV"),
-                arrive("dout_free"),
-            ),
+            _here(When.EACH, *gradient),
+            _ahead(FIRST, wait("k_loaded")),
+            _ahead(When.EACH, *early, beside=True),
+            _here(When.EACH, *total),
+            _here(When.EACH, done(pending), beside=True),
+            _here(When.EACH, done(1), beside=False),
+            _here(LAST, arrive("v_free")),
+            _here(When.EACH, *store),
+            _here(When.EACH, again("dout_loaded"), beside=True),
+            _ahead(When.EACH, *late, done(pending - 1), beside=True),
+            _ahead(When.EACH, *score, done(0), beside=False),
+            _ahead(LAST, arrive("k_free")),
+            _ahead(When.EACH, *weights),
+            _here(When.EACH, again("dout_loaded"), beside=True),
+            _here(When.EACH, done(0), touch("dV"), arrive("dout_free")),
+            _ahead(FIRST, wait("v_loaded")),
         ),
+        crosses=True,
     )
 
 

@@ -70,10 +70,11 @@ TABLES = {
 }  # fmt: skip
 #: Verbs that only order ptxas, or tell the check what a kernel does.
 NOT_NEEDED = (Verb.AGAIN, Verb.TOUCH, Verb.CHANGE)
-#: Table -> actions of which one can be left out: with a softcap the products have been waited for
-#: before P; the halves of dV are read one by one, and have one name.
-ONE_OF_TWO = {name: (Verb.DONE, 1) for name in TABLES if "softcap" in name} | {
-    "Blackwell, dV and dS": (Verb.READ, 2)
+#: Table -> actions of which one can be left out: with a softcap the products of one gradient have
+#: been waited for before P; the halves of dV are read one by one, and have one name.
+ONE_OF_TWO = {
+    **{f"Hopper, {name}, softcap": (Verb.DONE, 1) for name in ("dQ", "dK", "dV")},
+    "Blackwell, dV and dS": (Verb.READ, 2),
 }
 
 
@@ -163,8 +164,10 @@ def in_steps(table, role, place, when):
 STEPS = table_of(DV)
 #: Mistake -> (edges, steps, words of the refusal).
 MISTAKES = {
-    "a step more": (
-        DV.edges, in_steps(STEPS, "gradient", 1, When.EACH), r"V of tile|hangs|dP of"),
+    "K of the next tile awaited in every step": (
+        DV.edges, in_steps(STEPS, "gradient", 1, When.EACH), "hangs"),
+    "V given back in every step": (
+        DV.edges, in_steps(STEPS, "gradient", 6, When.EACH), "an arrival on v_free"),
     "K in every step": (
         DV.edges, in_steps(STEPS, "load", 0, When.EACH), r"hangs|K of step"),
     "a buffer that starts full": (
@@ -225,4 +228,6 @@ def test_a_plan_is_refused_before_anything_is_compiled(change, words):
 def test_the_tables_are_printed():
     text = describe(kernels_of(named("sm_90a")), BackwardConfig())
     assert "| load | first step | fills k: K |" in text
-    assert "| gradient | last step | arrives on k_free; waits for dout_loaded; dP; dV; " in text
+    assert "| gradient | each step, beside the step ahead | (rest 2) |" in text
+    of_start = "each step, alone, a step ahead, also of the next tile"
+    assert f"| gradient | {of_start} | waits for q_loaded; S; (rest 0) |" in text
