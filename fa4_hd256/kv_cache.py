@@ -103,12 +103,13 @@ def flash_attn_with_kvcache(
     cache_leftpad: (batch,) int32, the first row of each sequence, with page_table too;
         cache_seqlens counts the rows before it, which may hold anything, NaN too.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
-    cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v; nothing without these.
+    cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v. Only with these.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), both typed like q or both float32: rotary
         embedding of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of
         q: there if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
-    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
+    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions. Only with
+        rotary_cos and rotary_sin.
     max_seqlen_k: a bound on the rows in use with page_table, new ones too, that num_splits follows
         from; None for as many as a row of page_table holds.
     q_descale, k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn.
@@ -164,6 +165,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
+    # The last two are refused without k and without tables.
+    is_attention = is_attention and cu_seqlens_k_new is rotary_seqlens is None
     if is_attention and _are_read_as_given(cache_seqlens):
         inputs = q, k_cache, v_cache, learnable_sink, out_gate
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
@@ -172,7 +175,7 @@ def flash_attn_with_kvcache(
     tensors: tuple[Any, ...] = (  # fields of `CacheTensors`, whose class takes twice the time
         out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, out_gate, cu_seqlens_q,
         page_table, scheduler_metadata, cache_batch_idx, cache_leftpad, *named, cu_seqlens_k_new,
-        None, rotary_cos, rotary_sin, None if rotary_cos is rotary_sin is None else rotary_seqlens,
+        None, rotary_cos, rotary_sin, rotary_seqlens,
     )  # fmt: skip
     # Plain calls are checked with their plan. Others become like them first.
     is_plain = cache_batch_idx is cache_leftpad is None and isinstance(cache_seqlens, torch.Tensor)

@@ -103,7 +103,17 @@ def has_new_rows(call: CacheTensors, interleaved: Any) -> bool:
     is_given = k is not None or call.v is not None
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call.rotary_cos, call.rotary_sin, interleaved, q, is_given)
+    elif call.rotary_seqlens is not None:
+        raise ValueError(
+            "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them, since "
+            "it holds positions in these tables"
+        )
     if not is_given:
+        if offsets is not None:
+            raise ValueError(
+                "cu_seqlens_k_new is given without k and v; accepted: with them, which it divides "
+                "into sequences (cache_seqlens counts the rows in use)"
+            )
         return False
     if call.lengths is None:
         raise ValueError(
@@ -150,6 +160,9 @@ def resolve_cache_call(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheV
     facts: begin with the fields of `Call`, the last one is rotary_interleaved."""
     call, interleaved = CacheTensors(*tensors), facts[-1]
     check_cache_tensors(call, interleaved)
+    if not is_intercepted():
+        # Each call checks this once its plan is found. A first call compiles that plan's kernels.
+        check_memory(tensors)
     values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
     return CacheValues(values, bool(interleaved))
 

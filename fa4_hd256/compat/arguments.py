@@ -231,7 +231,8 @@ FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
 
 FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "qkv": _TENSORS, **_SEQUENCES, **_CACHE,
-    "cu_seqlens_k_new": honoured(), "rotary_seqlens": honoured("ignored without rotary tables"),
+    "cu_seqlens_k_new": honoured("ignored without k and v, as there"),
+    "rotary_seqlens": honoured("ignored without rotary tables, as there"),
     "page_table": honoured("pages of any number of rows"),
     "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
     "softcap": honoured(),

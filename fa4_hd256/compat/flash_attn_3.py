@@ -196,6 +196,7 @@ def flash_attn_with_kvcache(
     if original is not None:
         return original(**arguments)
     cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
+    without_unread(cache, k is v is None)
     return kv_cache.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -207,6 +208,15 @@ def flash_attn_with_kvcache(
         **cache,
         **_options(arguments),
     )
+
+
+def without_unread(given: dict[str, Any], only_reads: bool) -> None:
+    """Remove the arguments of `flash_attn_with_kvcache` that flash-attention 3 ignores, and our
+    function refuses. only_reads: k and v are None."""
+    if only_reads:
+        given.pop("cu_seqlens_k_new", None)
+    if given.get("rotary_cos") is given.get("rotary_sin") is None:
+        given.pop("rotary_seqlens", None)
 
 
 #: Arguments of a cache that our function has under the same names.

@@ -14,6 +14,7 @@ import torch
 
 from ... import interface, kv_cache
 from ...compat.arguments import Library, honoured, neutral, refused
+from ...compat.flash_attn_3 import without_unread
 from ..engines import METADATA, our_options
 from ..given_results import written_to
 
@@ -72,6 +73,7 @@ def flash_attn_with_kvcache(
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     lengths = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
+    without_unread(lengths, lengths.get("k") is lengths.get("v") is None)
     ours = our_options(OPTIONS, "flash_attn_with_kvcache", options, q, k_cache)
     attend = partial(kv_cache.flash_attn_with_kvcache, q, k_cache, v_cache, **lengths, **ours)
     return written_to(out, q, attend, wants_lse)

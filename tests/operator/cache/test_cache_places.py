@@ -223,16 +223,3 @@ def test_pages_without_lengths_have_a_bound_that_holds():
     q, table = randn(2, 1, 2, device="cpu"), int32([[4, 1], [2, 0]])
     with pytest.raises(ValueError, match="max_seqlen_k is 63 with page_table and without seqused"):
         flash_attn_varlen_func(q, k, v, page_table=table, max_seqlen_k=63)
-
-
-@pytest.mark.sampled
-def test_positions_without_tables_have_no_effect(device):
-    caches = cache(64, device)
-    q, new = randn(6, 1, 2, device=device), tuple(randn(6, 1, 1, device=device) for _ in "kv")
-    again = tuple(t.clone() for t in caches)
-    lengths, positions = int32([3] * 6, device), int32([9] * 6, device)
-    expected = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths)
-    found = flash_attn_with_kvcache(
-        q, *again, *new, cache_seqlens=lengths, rotary_seqlens=positions
-    )
-    assert torch.equal(found, expected) and all(map(torch.equal, again, caches))

@@ -7,7 +7,12 @@ import pytest
 import torch
 from operator_calls import kvcache_arguments
 
-from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa4_hd256 import (
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    plans,
+)
 from fa4_hd256.check import reference
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import alibi
@@ -148,16 +153,12 @@ def test_a_bound_on_the_queries_that_is_a_tensor(device):
 
 
 def test_without_new_rows(device):
-    """Lengths as a tensor, as a number for all, and all rows; offsets of new rows mean nothing."""
+    """Lengths as a tensor, as a number for all, and all rows."""
     q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
     check(q, caches, LENGTHS, causal=True)
     lengths = int32([21] * 3, device)
     expected = flash_attn_varlen_func(q, *caches, seqused_k=lengths, causal=True)
-    offsets = int32([0, 1, 2, 3], device)
-    got = flash_attn_with_kvcache(
-        q, *caches, cache_seqlens=21, causal=True, cu_seqlens_k_new=offsets
-    )
-    assert torch.equal(got, expected)
+    assert torch.equal(flash_attn_with_kvcache(q, *caches, cache_seqlens=21, causal=True), expected)
     whole = flash_attn_with_kvcache(q, *caches, causal=True)
     assert torch.equal(whole, flash_attn_varlen_func(q, *caches, causal=True))
 
@@ -332,6 +333,22 @@ WRONG = {
     "positions past the tables": (
         {"rotary_cos": randn(16, 8), "rotary_sin": randn(16, 8),
          "rotary_seqlens": int32([5, 16], "cpu")}, ValueError, "at position 16; accepted: 0 to 15",
+    ),
+    "positions without tables": (
+        {"rotary_seqlens": int32([5, 2], "cpu")}, ValueError,
+        "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them",
+    ),
+    "positions without tables, none new": (
+        {"k": None, "v": None, "cache_seqlens": None, "rotary_seqlens": int32([5, 2], "cpu")},
+        ValueError, "rotary_seqlens is given without rotary_cos and rotary_sin",
+    ),
+    "offsets of no rows": (
+        {"k": None, "v": None, "cu_seqlens_k_new": int32([0, 1, 2], "cpu")}, ValueError,
+        "cu_seqlens_k_new is given without k and v; accepted: with them",
+    ),
+    "offsets of no rows, no lengths": (
+        {"k": None, "v": None, "cache_seqlens": None,
+         "cu_seqlens_k_new": int32([0, 1, 2], "cpu")}, ValueError, "cu_seqlens_k_new is given",
     ),
     "an odd part": (
         {"rotary_cos": randn(16, 9), "rotary_sin": randn(16, 9)}, ValueError, "multiple of 16"
@@ -621,6 +638,23 @@ def test_the_operator_refuses_memory(changed, says):
     with pytest.raises(ValueError, match=says):
         torch.ops.fa4_hd256.forward_kvcache(*arguments)
     assert torch.equal(k_cache, before)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("k", "k_cache lies in the memory of k"),
+        ("v_cache", "k_cache and v_cache lie in one place"),
+    ],
+)
+def test_memory_is_refused_before_anything_is_compiled(monkeypatch, name, says):
+    given = call("cpu")
+    given[name] = given["k_cache"][:, :1] if name == "k" else given["k_cache"]
+    # It compiles the kernels of a plan.
+    monkeypatch.setattr(plans, "Execution", None)
+    with pytest.raises(ValueError, match=says):
+        flash_attn_with_kvcache(**given)
 
 
 @pytest.mark.cuda

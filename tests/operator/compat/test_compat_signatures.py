@@ -13,6 +13,7 @@ import torch
 from fa4_hd256 import interface, kv_cache
 from fa4_hd256.call.options import ExactWindow
 from fa4_hd256.compat import arguments, flash_attn_2, flash_attn_3, flash_attn_4
+from fa4_hd256.integrations import sglang
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARIES = {
@@ -307,6 +308,20 @@ def test_scales_of_e4m3(given):
     assert not {*scales} & {*given[-1][1]}
     flash_attn_3.flash_attn_func(q.bfloat16(), k, v, **scales)
     assert "q_descale" not in given[-1][1] and given[-1][1]["v_descale"].item() == 7.0
+
+
+def test_what_flash_attention_3_ignores_is_not_passed_on(given):
+    """Engines pass offsets of new rows without rows: our function refuses them."""
+    q, cache = torch.zeros(2, 1, 2, 256).bfloat16(), torch.zeros(2, 16, 1, 256).bfloat16()
+    ignored = {"cu_seqlens_k_new": torch.tensor([0, 1, 2]).int()}
+    ignored["rotary_seqlens"] = torch.tensor([5, 2]).int()
+    for attend in (flash_attn_3.flash_attn_with_kvcache, sglang.flash_attn_with_kvcache):
+        attend(q, cache, cache, **ignored)
+        assert not {*ignored} & {*given[-1][1]}
+        new = {"k": cache[:, 0], "v": cache[:, 0]}
+        tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(16, 8))
+        attend(q, cache, cache, **new, **tables, **ignored)
+        assert {*ignored} <= {*given[-1][1]}
 
 
 def test_pages_of_flash_attention_2(given):
