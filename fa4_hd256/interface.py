@@ -12,20 +12,21 @@ import torch
 from . import plans
 from .call import process
 from .call.autocast import autocast, is_autocasting
-from .call.checks import are_differentiated, check_kinds, check_lists, check_mask_of
+from .call.checks import are_differentiated, bounds_of, check_kinds, check_lists, check_mask_of
 from .call.descales import refuse_gradients
 from .call.forward_problem import (
     LONGEST,
     Call,
     bounded,
     check_differentiable,
+    longest_of,
     resolve_call,
     usable_tiles,
 )
 from .call.memory import check_out, check_writable_again
 from .call.mxfp8_scales import check_alone
 from .call.operator_arguments import OTHERS, RAGGED, ForwardTensors
-from .call.options import BY_RULE, NO_WINDOW
+from .call.options import BY_RULE, NO_WINDOW, flags_of
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.process import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
 from .call.scheduler_metadata import marked
@@ -226,7 +227,8 @@ def flash_attn_varlen_func(
         operator's own choice is then one KV split. With page_table if None the rows of all pages of
         a row of it. Either may be a tensor of one integer, of any device: it is not read, so
         nothing waits and nothing is recompiled; max_seqlen_q is then the rows of q, and
-        max_seqlen_k as if it were None (docs/serving.md).
+        max_seqlen_k as if it were None (docs/serving.md). Sequences that are not packed accept
+        both, and have the lengths of q and k.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf. More than a sequence has
         is an error on the CPU; on a GPU, where nobody reads them, all its rows.
@@ -272,6 +274,8 @@ def flash_attn_varlen_func(
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
         q, k, v, score_mod = row.q, row.k, row.v, row.score_mod
         out_gate = out_gate.unsqueeze(0) if isinstance(out_gate, torch.Tensor) else out_gate
+        if not (type(max_seqlen_q) in _BOUNDS and type(max_seqlen_k) in _BOUNDS):
+            longest_of({}, *bounds_of((max_seqlen_q, max_seqlen_k), q, None, False))
         # Bounds of lengths say nothing of the row, whose one length is that of q.
         sequences, max_seqlen_q, max_seqlen_k = (None,) * 6, None, None
         inputs = q, k, v, learnable_sink, out_gate
@@ -346,6 +350,8 @@ def _without_batch(found: Any, out: torch.Tensor | None, return_lse: bool) -> An
     return (first, *others) if others else first
 
 
+#: Types of max_seqlen that need no check where it is not read.
+_BOUNDS = (int, type(None))
 #: Tensors by name, of calls that have none.
 NO_TENSORS: dict[str, torch.Tensor] = {}
 #: Fields of `ForwardTensors` behind the gate, of calls that have none of these.
@@ -422,12 +428,17 @@ def _find_and_run(
 ) -> Any:
     """Return the results of a public function, all of whose arguments are as users give them.
 
-    Nothing is checked here but gradients and out: `plans.find` has the arguments of a first call
-    checked (`resolve_call`, then the plan), and those of a call like one before were checked then.
+    Nothing is checked here but gradients, out and which results are requested: `plans.find` has the
+    arguments of a first call checked (`resolve_call`, then the plan), and those of a call like one
+    before were checked then.
     tensors: fields of `ForwardTensors`, then out, to which the first result is written. arguments:
     fields of `Call`. form: as of `plans.facts_of`.
     """
-    out = tensors[-1]
+    out, only_first = tensors[-1], return_lse is return_max_logits is False
+    # No key holds these two, so each call checks them.
+    if not only_first and (return_lse is not True or return_max_logits is not False):
+        named = {"return_lse": return_lse, "return_max_logits": return_max_logits}
+        return_lse, return_max_logits = flags_of(**named)
     # Of scales none are accepted without that of k.
     if tensors[_K_DESCALE] is not None or out is not None:
         _check_out_and_gradients(tensors, return_max_logits)
@@ -458,7 +469,6 @@ def _find_and_run(
                 execution.is_differentiable = True
             results = attend_with_gradients((kind, *found, tensors), q, k, v, sink, gate)
         else:
-            only_first = not (return_lse or return_max_logits)
             results = plans.run(kind, execution, tensors, addresses, only_first)
     if return_max_logits:
         return results if return_lse else results[::2]
@@ -474,6 +484,8 @@ def _attend_mxfp8(
     return_max_logits: bool,
 ) -> Any:
     """Return a public function's results in mxfp8. The others: as of `_find_and_run`."""
+    named = {"return_lse": return_lse, "return_max_logits": return_max_logits}
+    return_lse, return_max_logits = flags_of(**named)
     *inputs, given_out = tensors
     beside = {"out": given_out is not None, "return_max_logits": return_max_logits}
     refused = [name for name, is_given in beside.items() if is_given]
@@ -483,8 +495,8 @@ def _attend_mxfp8(
     def run(out: torch.Tensor) -> Any:
         return _find_and_run((*inputs, out), tuple(own), form, True, False)[1]
 
-    named = ForwardTensors(*inputs)
-    call = mxfp8.described_call(given, named, own, said.backward_config, run, refused)
+    of_call = ForwardTensors(*inputs)
+    call = mxfp8.described_call(given, of_call, own, said.backward_config, run, refused)
     out, lse = mxfp8.attend(call)
     return (out, lse) if return_lse else out
 

@@ -22,7 +22,7 @@ from .call.autocast import autocast, is_autocasting
 from .call.cache_checks import check_memory, resolve_cache_call
 from .call.forward_problem import bounded
 from .call.operator_arguments import CacheTensors, flat
-from .call.options import BY_RULE, NO_WINDOW
+from .call.options import BY_RULE, NO_WINDOW, flags_of
 from .call.process import is_intercepted, refuse_tangents
 from .call.scheduler_metadata import marked
 from .call.tree_mask import tree_words
@@ -186,6 +186,9 @@ def flash_attn_with_kvcache(
         tensors = call
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         arguments = bounded(arguments, q, words)
+    # No key holds return_lse, so each call checks it.
+    if return_lse is not False and return_lse is not True:
+        (return_lse,) = flags_of(return_lse=return_lse)
     out, lse = _write_and_attend(tensors, arguments, (*others, rotary_interleaved), not return_lse)
     return (out, lse) if return_lse else out
 

@@ -265,11 +265,12 @@ _INTEGERS = (int, torch.SymInt)
 
 
 def check_longest(side: str, longest: Any) -> None:
-    """max_seqlen of packed sequences, an int; `bounds_of` has made one of a tensor."""
+    """max_seqlen, an int; `bounds_of` has made one of a tensor. None: of packed sequences."""
     if longest is None or isinstance(longest, bool) or not isinstance(longest, _INTEGERS):
+        where = f" with cu_seqlens_{side}" if longest is None else ""
         raise TypeError(
-            f"max_seqlen_{side} must be an int with cu_seqlens_{side}, or a tensor of one integer, "
-            f"which is not read; got {shown(longest)}"
+            f"max_seqlen_{side} must be an int{where}, or a tensor of one integer, which is not "
+            f"read; got {shown(longest)}"
         )
     _carried(f"max_seqlen_{side}", longest)
 

@@ -508,18 +508,18 @@ def longest_of(
     others: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
     """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
-    None where they are not packed."""
+    None where they are not packed. Raises TypeError for what is no int, packed or not."""
     max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
     offsets_q, offsets_k = (others.get(f"cu_seqlens_{side}") for side in "qk")
+    if offsets_q is not None or max_seqlen_q is not None:
+        checks.check_longest("q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        checks.check_longest("k", max_seqlen_k)
     if offsets_q is None:
         max_seqlen_q = None
-    else:
-        checks.check_longest("q", max_seqlen_q)
     if offsets_k is None and "page_table" not in others:
         max_seqlen_k = None
-    elif max_seqlen_k is not None:
-        checks.check_longest("k", max_seqlen_k)
-    elif offsets_k is not None and offsets_k is offsets_q:
+    elif max_seqlen_k is None and offsets_k is not None and offsets_k is offsets_q:
         max_seqlen_k = max_seqlen_q
     return max_seqlen_q, max_seqlen_k
 

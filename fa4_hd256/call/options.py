@@ -28,6 +28,15 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def flags_of(**given: Any) -> list[bool]:
+    """Return arguments that are True or False, in order. Raises TypeError for another one."""
+    flags = {name: plain(value) for name, value in given.items()}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {shown(flag)}")
+    return list(flags.values())
+
+
 def is_sure(condition: Any) -> bool:
     """Return a condition, False where it depends on data that a traced graph has not."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():

@@ -16,6 +16,7 @@ from fa4_hd256 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     interface,
+    masks,
     plans,
 )
 from fa4_hd256.call import checks
@@ -297,6 +298,47 @@ def packed(**changes):
 def test_varlen(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attn_varlen_func(**packed(**changes))
+
+
+@pytest.mark.parametrize("value", [4.0, "4", True, [4], torch.tensor(4.0), torch.tensor([4, 4])])
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("form", ["dense", "masked", "cache", "cache with new rows"])
+def test_bounds_that_are_not_read(form, name, value):
+    """Where nothing is packed, and where a block mask bounds the grid, the type counts still."""
+    q, k, v = inputs()
+    function, given = flash_attn_varlen_func, {"q": q, "k": k, "v": v}
+    if form == "masked":
+        seen = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+        given = packed(max_seqlen_q=None, block_mask=masks.from_dense(seen))
+    elif form != "dense":
+        function, given = flash_attn_with_kvcache, {"q": q, "k_cache": k, "v_cache": v}
+    if form == "cache with new rows":
+        given |= {"k": k[:, :1].clone(), "v": v[:, :1].clone(), "cache_seqlens": ints(1)}
+    with pytest.raises(TypeError, match=rf"{name} (must be an int, or|is a tensor of shape)"):
+        function(**given | {name: value})
+
+
+FLAGS = [1, "yes", None, torch.ones(2), torch.tensor(True)]
+
+
+@pytest.mark.parametrize("value", FLAGS, ids=str)
+@pytest.mark.parametrize("name", ["return_lse", "return_max_logits"])
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+def test_requests_of_results_that_are_no_bool(function, name, value):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got"):
+        function(*inputs(), **{name: value})
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got"):
+        function(*inputs(), **{name: value}, mxfp8_gradients=object())
+
+
+@pytest.mark.parametrize("value", FLAGS, ids=str)
+@pytest.mark.parametrize("has_new", [False, True])
+def test_a_request_of_the_lse_of_a_cache_that_is_no_bool(has_new, value):
+    q, *caches = inputs()
+    new = [cache[:, :1].clone() + 1 for cache in caches] if has_new else []
+    with pytest.raises(TypeError, match="return_lse must be True or False, got"):
+        flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=ints(1), return_lse=value)
+    assert not any(cache.any() for cache in caches)
 
 
 def test_more_tiles_than_a_grid_has():
