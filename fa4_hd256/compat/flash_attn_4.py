@@ -9,7 +9,7 @@ import torch
 
 from .. import interface
 from ..call.operator_arguments import wrong_rank
-from ..call.options import ExactWindow, plain, sides_of
+from ..call.options import ExactWindow, flags_of, plain, sides_of
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Window
 from .arguments import FLASH_ATTN_4
@@ -59,6 +59,7 @@ def flash_attn_func(
     original = FLASH_ATTN_4.checked("flash_attn_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
+    _check_request(return_lse)
     options = _options(arguments)
     if mask_mod is not None or block_sparse_tensors is not None:
         options |= _masks(arguments)
@@ -108,6 +109,7 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_4.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
+    _check_request(return_lse)
     options = _options(arguments, (cu_seqlens_q, cu_seqlens_k))
     lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
     if mask_mod is not None or block_sparse_tensors is not None:
@@ -197,6 +199,12 @@ def _check_unpacked(lengths: dict[str, Any]) -> None:
             "sequences of one length. Use block_mask and mask_mod of "
             "fa4_hd256.flash_attn_varlen_func, whose positions are those of the packed rows"
         )
+
+
+def _check_request(return_lse: Any) -> None:
+    """Raise TypeError unless return_lse is True or False."""
+    if return_lse is not False and return_lse is not True:
+        flags_of(return_lse=return_lse)
 
 
 def _lse_of(lse: torch.Tensor, wanted: bool, inputs: tuple[Any, ...]) -> torch.Tensor | None:

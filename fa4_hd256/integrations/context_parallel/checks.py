@@ -14,7 +14,7 @@ from ...call.checks import check_entries_of_mask, check_kinds, check_lists, chec
 from ...call.forward_problem import Problem, operands_of
 from ...call.functions.tensors import functions_of_keys
 from ...call.operator_arguments import ForwardTensors, with_batch
-from ...call.options import BY_RULE, Options
+from ...call.options import BY_RULE, Options, flags_of
 from ...call.tile_mask import TileMask
 from ...gpus.family import architecture_of
 from ...kernels.kernel_set import kernels_of
@@ -66,6 +66,7 @@ def settings_of(tensors: tuple[Any, ...], arguments: Arguments, ranks: int) -> S
     options = Options.check(
         arguments.softmax_scale, arguments.causal, arguments.window_size, arguments.softcap
     )
+    flags_of(return_lse=arguments.return_lse)
     score_mod, mask_mod = arguments.score_mod, arguments.mask_mod
     read, key = ScoreMod.read_by(score_mod)
     seen, mask_key = MaskMod.read_by(mask_mod)

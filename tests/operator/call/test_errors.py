@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from operator_calls import forward_arguments
@@ -329,6 +330,16 @@ def test_requests_of_results_that_are_no_bool(function, name, value):
         function(*inputs(), **{name: value})
     with pytest.raises(TypeError, match=f"{name} must be True or False, got"):
         function(*inputs(), **{name: value}, mxfp8_gradients=object())
+
+
+def test_bools_of_numpy_are_bools():
+    """A call without any row launches nothing."""
+    none = torch.zeros(2, dtype=torch.int32)
+    q, k = torch.zeros(0, 2, 256).bfloat16(), torch.zeros(0, 1, 256).bfloat16()
+    offsets = {"cu_seqlens_q": none, "cu_seqlens_k": none, "max_seqlen_q": 1}
+    for wanted in (np.False_, np.True_):
+        found = flash_attn_varlen_func(q, k, k, **offsets, return_lse=wanted)
+        assert isinstance(found, tuple) == wanted
 
 
 @pytest.mark.parametrize("value", FLAGS, ids=str)

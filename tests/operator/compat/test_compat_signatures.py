@@ -310,6 +310,15 @@ def test_scales_of_e4m3(given):
     assert "q_descale" not in given[-1][1] and given[-1][1]["v_descale"].item() == 7.0
 
 
+@pytest.mark.parametrize("value", [1, None, torch.ones(2)], ids=["1", "None", "a tensor"])
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_a_request_of_the_lse_that_is_no_bool(given, name, value):
+    """Our own function always returns it here."""
+    with pytest.raises(TypeError, match="return_lse must be True or False, got"):
+        getattr(flash_attn_4, name)(*tensors(), return_lse=value)
+    assert not given
+
+
 def test_what_flash_attention_3_ignores_is_not_passed_on(given):
     """Engines pass offsets of new rows without rows: our function refuses them."""
     q, cache = torch.zeros(2, 1, 2, 256).bfloat16(), torch.zeros(2, 16, 1, 256).bfloat16()

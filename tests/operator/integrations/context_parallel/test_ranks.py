@@ -319,6 +319,7 @@ def test_refused(pools):
         "unexpected keyword|got an unexpected": {"way": "all_gather_attention", "dropout_p": 0.1},
         "config must be": {"backward_config": 3},
         "a ScoreMod of": {"score_mod": max},
+        "return_lse must be True or False, got 1": {"return_lse": 1},
         "with a score_mod": {"score_mod": alibi, "softcap": 1.0},
         "block_mask is of 32 queries and 32 keys; accepted: 64": {
             "block_mask": masks.prefix_lm(3, 32)
