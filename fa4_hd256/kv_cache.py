@@ -108,8 +108,7 @@ def flash_attn_with_kvcache(
         embedding of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of
         q: there if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
-    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions. Only with
-        rotary_cos and rotary_sin.
+    rotary_seqlens: (batch,) int32, in place of cache_seqlens in those positions. Only with tables.
     max_seqlen_k: a bound on the rows in use with page_table, new ones too, that num_splits follows
         from; None for as many as a row of page_table holds.
     q_descale, k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn.
@@ -164,9 +163,8 @@ def flash_attn_with_kvcache(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, config=config, score_mod=key,
     )  # fmt: skip
     # Engines write their caches themselves: such calls are those of the attention at once.
-    is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
-    # The last two are refused without k and without tables.
-    is_attention = is_attention and cu_seqlens_k_new is rotary_seqlens is None
+    is_attention = k is v is cu_seqlens_k_new is cache_batch_idx is cache_leftpad is None
+    is_attention = is_attention and rotary_cos is rotary_sin is rotary_seqlens is None
     if is_attention and _are_read_as_given(cache_seqlens):
         inputs = q, k_cache, v_cache, learnable_sink, out_gate
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
@@ -186,11 +184,7 @@ def flash_attn_with_kvcache(
         tensors = call
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         arguments = bounded(arguments, q, words)
-    # No key holds return_lse, so each call checks it.
-    if return_lse is not False and return_lse is not True:
-        (return_lse,) = flags_of(return_lse=return_lse)
-    out, lse = _write_and_attend(tensors, arguments, (*others, rotary_interleaved), not return_lse)
-    return (out, lse) if return_lse else out
+    return _write_and_attend(tensors, arguments, (*others, rotary_interleaved), return_lse)
 
 
 def _are_read_as_given(cache_seqlens: Any) -> bool:
@@ -219,12 +213,15 @@ def _attend_without_new_rows(
 
 
 def _write_and_attend(
-    tensors: tuple[Any, ...], arguments: tuple[Any, ...], form: tuple[Any, ...], only_first: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new rows and attend to all; return (out, lse). tensors: fields of `CacheTensors`.
-    arguments: fields of `Call`. form: the names of tensors by name, then rotary_interleaved.
-    only_first: the lse may hold anything. Raises TypeError or ValueError for what is not accepted,
-    before anything is written."""
+    tensors: tuple[Any, ...], arguments: tuple[Any, ...], form: tuple[Any, ...], return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Write new rows and attend to all; return out, or (out, lse) with return_lse. tensors: fields
+    of `CacheTensors`. arguments: fields of `Call`. form: the names of tensors by name, then
+    rotary_interleaved. Raises TypeError or ValueError for what is not accepted, before anything is
+    written."""
+    # No key holds return_lse, so each call checks it.
+    if return_lse is not False and return_lse is not True:
+        (return_lse,) = flags_of(return_lse=return_lse)
     if not is_intercepted():
         metadata = tensors[_SCHEDULER_METADATA]
         mark = None if metadata is None else marked(metadata)
@@ -235,15 +232,16 @@ def _write_and_attend(
         if found is not None:
             execution, addresses = found
             check_memory(tensors)
-            out, lse = plans.run(_EAGER_KVCACHE, execution, tensors, addresses, only_first)
-            return out, lse
+            out, lse = plans.run(_EAGER_KVCACHE, execution, tensors, addresses, not return_lse)
+            return (out, lse) if return_lse else out
     refuse_tangents(tensors)
     values = resolve_cache_call(tensors, (*arguments, form[-1]))
     out, _, _, q, *_ = tensors
     if out is None:
         dtype = result_dtypes(q.dtype)[0]
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    return out, forward_kvcache(out, *tensors[1:], *flat(values))
+    lse = forward_kvcache(out, *tensors[1:], *flat(values))
+    return (out, lse) if return_lse else out
 
 
 #: Fields of `CacheTensors` that come by name.

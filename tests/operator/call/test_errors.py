@@ -305,7 +305,7 @@ def test_varlen(changes, error, message):
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 @pytest.mark.parametrize("form", ["dense", "masked", "cache", "cache with new rows"])
 def test_bounds_that_are_not_read(form, name, value):
-    """Where nothing is packed, and where a block mask bounds the grid, the type counts still."""
+    """Types count also where nothing is packed, and where a block mask bounds the grid."""
     q, k, v = inputs()
     function, given = flash_attn_varlen_func, {"q": q, "k": k, "v": v}
     if form == "masked":
