@@ -92,7 +92,7 @@ def flash_attn_func(
     `fa4_hd256.architectures`, whose kernels they get; for CPU tensors the compiled kernel of that
     which FA4_HD256_ARCH names runs in the simulator.
 
-    softmax_scale: any finite number, 1 / sqrt(256) if None.
+    softmax_scale: of either sign, up to 1e6, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.
     window_size: (left, right), query i sees the keys i + seqlen_k - seqlen_q - left to i + seqlen_k
         - seqlen_q + right; None and -1 mean unbounded, other negative numbers are bounds, which put

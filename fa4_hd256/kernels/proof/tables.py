@@ -71,7 +71,7 @@ def edges_table(table: EdgeTable) -> str:
 
 
 def roles_table(steps: StepTable) -> str:
-    """Return what the roles do in a tile, in their order. (rest n): until at most n of the
+    """Return what the roles do in a tile, in their order. wait(n): until at most n of the
     warpgroup's MMAs are under way. "in 2": in two pieces, each with a buffer of its own. Of roles
     that are groups of warps of one role the first alone."""
     rows, seen = [], {""}
@@ -111,7 +111,7 @@ def _word(action: Action) -> Iterator[str]:
     elif action.verb is Verb.MULTIPLY:
         yield action.content
     elif action.verb is Verb.DONE:
-        yield f"(rest {action.pending})"
+        yield f"wait({action.pending})"
     elif action.verb is not Verb.TOUCH:
         yield f"{action.verb.value} {action.content or action.where}"
 

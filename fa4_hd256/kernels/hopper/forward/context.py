@@ -49,8 +49,9 @@ class WarpgroupTile(NamedTuple):
 
 class StepKeys(NamedTuple):
     """Keys of a step. first: the first key. mask: None where every row sees all of them; else the
-    words of both rows of a thread (`ForwardKernel._nodes`); of a listed step its `ListedBits`, or
-    the number of its tile where a mask_mod says what is seen. left: steps behind this one."""
+    words of both rows of a thread, each None without a tree (`WarpgroupForward._nodes`); of a
+    listed step its `ListedBits`, or the number of its tile where a mask_mod says what is seen.
+    left: steps behind this one."""
 
     first: Int32
     mask: Any

@@ -1,8 +1,9 @@
 """The Hopper forward: out = softmax(scale * Q K^T) V and LSE at head_dim 256.
 
 A CTA works on 128 query rows, of one head or of all heads that share a KV head; two warpgroups on
-64 of them each, with S, P and O in registers.  One warp loads.  In a cluster of two the CTAs work
-on neighbouring rows, and each loads half of the columns of every K and V tile for both.
+64 of them each, with S, P and O in registers.  One warp loads.  With ctas=2, not the default, the
+CTAs of a cluster work on neighbouring rows, and each loads half of the columns of every K and V
+tile for both.
 
 Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next tile's first step::
 
@@ -199,7 +200,8 @@ class ForwardKernel(WarpgroupForward):
     def consume(self, context: Context):
         """Q K^T, softmax and P V of the 64 rows of this warpgroup; O and LSE at the tile's end."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
-        # Q of this warpgroup has one buffer, whose number is the warpgroup's.
+        # Q of this warpgroup has one buffer, whose number is the warpgroup's; so advancing changes
+        # the phase alone.
         q_loaded = RingState(1, warpgroup, Int32(0))
         running = Running(
             (self._softmax(context), self._softmax(context)),

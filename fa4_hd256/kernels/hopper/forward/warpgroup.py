@@ -47,7 +47,8 @@ from .context import Fragments, RowSoftmax, Running, StepKeys, WarpgroupTile
 from .context import HopperForwardContext as Context
 
 ROWS = 2  # of a thread
-NO_NODES = (None,) * ROWS
+#: `StepKeys.mask` of a step that is masked by range alone.
+MASKED_WITHOUT_TREE = (None,) * ROWS
 
 
 class ResultRow(NamedTuple):
@@ -94,7 +95,7 @@ class WarpgroupForward(HopperForward):
         # Queries of a cluster's tile, of a CTA and of a warpgroup.
         self.tile_queries = config.tile_q // of_query
         self.block_queries = config.block_q // of_query
-        self.part_queries = WARPGROUP_ROWS // of_query
+        self.warpgroup_queries = WARPGROUP_ROWS // of_query
         self.load_keys = config.block_kv
 
     @cute.kernel
@@ -154,7 +155,7 @@ class WarpgroupForward(HopperForward):
 
     def first_row(self, context: Context, work: WorkTile, warpgroup: Int32 | int) -> Int32:
         first = work.block * self.tile_queries + context.cta_rank * self.block_queries
-        return first + warpgroup * self.part_queries
+        return first + warpgroup * self.warpgroup_queries
 
     def _load_q(self, context: Context, work: WorkTile, q_free: RingState) -> None:
         """The rows of each warpgroup, once its last MMA with those before is done."""
@@ -241,7 +242,7 @@ class WarpgroupForward(HopperForward):
         self, visibility: Visibility, tile: WarpgroupTile
     ) -> tuple[TileRange, Int32]:
         first_query = tile.work.block * self.tile_queries
-        part = (tile.first_row, self.part_queries)
+        part = (tile.first_row, self.warpgroup_queries)
         if cutlass.const_expr(self.config.skips and not self.problem_class.split):
             tiles, count = visibility.tile_range(part, part), visibility.num_tiles(*part)
             # Without rows or keys of its own it skips all of the tile's.
@@ -276,6 +277,7 @@ class WarpgroupForward(HopperForward):
         """All steps of a tile: QK before PV of the step before, which hides the softmax."""
         block, by_place = self.config.block_kv, self.functions.change.by_place
         key, nodes = (tiles.end - 1) * block, self._nodes(context, tile)
+        # Tiles go from the last keys down: a mask's right edge comes first, its left edge last.
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
         # Steps behind this one.
         left = masked + unmasked + tiles.num_masked_last - 1
@@ -299,7 +301,7 @@ class WarpgroupForward(HopperForward):
                 key -= (unmasked - was_unmasked) * block
             for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
                 left -= 1
-                keys = StepKeys(key, NO_NODES, left)
+                keys = StepKeys(key, MASKED_WITHOUT_TREE, left)
                 running = self._step(context, fragments, running, tile, keys)
                 key -= block
         return self._last_pv(context, fragments, running)
@@ -322,7 +324,7 @@ class WarpgroupForward(HopperForward):
         fence()
         scores = self._issue_qk(fragments, k_loaded)
         wait(0)
-        self._give_back_k(context, k_loaded, tile.q_loaded, keys.left)
+        self._give_back_k_and_q(context, k_loaded, tile.q_loaded, keys.left)
         k_loaded.advance()
         self._exponentiate(context, scores, softmax, tile, keys)
         self._wait_for(context, self.v_loaded, v_loaded)
@@ -349,7 +351,7 @@ class WarpgroupForward(HopperForward):
         scores = self._issue_qk(fragments, k_loaded)
         self._issue_pv(fragments, v_loaded)
         wait(1)
-        self._give_back_k(context, k_loaded, tile.q_loaded, keys.left)
+        self._give_back_k_and_q(context, k_loaded, tile.q_loaded, keys.left)
         k_loaded.advance()
         factors = self._exponentiate(context, scores, softmax, tile, keys)
         following = v_loaded.copy()
@@ -392,14 +394,19 @@ class WarpgroupForward(HopperForward):
         commit()
 
     @cute.jit
-    def _give_back_k(self, context: Context, k_loaded: RingState, q_loaded: RingState, left: Int32):
+    def _give_back_k_and_q(
+        self, context: Context, k_loaded: RingState, q_loaded: RingState, left: Int32
+    ):
+        """Give back K of a step, and Q behind the tile's last. left: steps behind this one."""
         context.barriers["k_free"].arrive(k_loaded)
         if left == 0:
             context.barriers["q_free"].arrive(q_loaded)
 
     def _nodes(self, context: Context, tile: WarpgroupTile) -> tuple[Any, ...]:
+        if not context.mask.tree:
+            return MASKED_WITHOUT_TREE
         rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
-        return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
+        return tuple(context.nodes(tile.work, row) for row in rows)
 
     # ---------------------------------------------------------------------------------- results
 

@@ -228,6 +228,6 @@ def test_a_plan_is_refused_before_anything_is_compiled(change, words):
 def test_the_tables_are_printed():
     text = describe(kernels_of(named("sm_90a")), BackwardConfig())
     assert "| load | first step | fills k: K |" in text
-    assert "| gradient | each step, beside the step ahead | (rest 2) |" in text
+    assert "| gradient | each step, beside the step ahead | wait(2) |" in text
     of_start = "each step, alone, a step ahead, also of the next tile"
-    assert f"| gradient | {of_start} | waits for q_loaded; S; (rest 0) |" in text
+    assert f"| gradient | {of_start} | waits for q_loaded; S; wait(0) |" in text
