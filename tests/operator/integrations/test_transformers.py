@@ -504,7 +504,7 @@ def test_without_registration_of_the_mask(device, monkeypatch):
     assert create(model.config, embeddings, padding, None) is None
     integration.register()
     described_padding = described(create(model.config, embeddings, padding, None))
-    assert described_padding.ranges.tolist() == [[2, 6, 2, 6]]
+    assert described_padding.ranges.tolist() == [[2, 6, 2, 6, 6]]
 
 
 def padded_tokens(device):
