@@ -306,14 +306,16 @@ def check_beside_tree(rotary_cos: Any) -> None:
 
 def check_no_gradients(names: Sequence[str], *given: Any) -> None:
     """Raise NotImplementedError if gradients would be recorded. given: arguments of these names."""
-    if not [t for t in given if t is not None and isinstance(t, torch.Tensor) and t.requires_grad]:
-        return
-    for name, tensor in zip(names, given, strict=True):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
-                "call under torch.no_grad(), or flash_attn_varlen_func"
-            )
+    found = [
+        name
+        for name, tensor in zip(names, given, strict=True)
+        if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+    if found:
+        raise NotImplementedError(
+            f"{found[0]} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
+            "call under torch.no_grad(), or flash_attn_varlen_func"
+        )
 
 
 def lengths_of(cache_seqlens: Any, batch: int, capacity: int, device: torch.device) -> torch.Tensor:

@@ -231,9 +231,7 @@ class Options:
         Raises TypeError for other kinds, ValueError for a window that is no pair. Ranges are
         checked with the tensors (`Problem.describe`).
         """
-        causal = plain(causal)
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal must be True or False, got {shown(causal)}")
+        (causal,) = flags_of(causal=causal)
         window = window_of(window_size, causal)
         scale = 1.0 / math.sqrt(HEAD_DIM)
         if softmax_scale is not None:
