@@ -40,8 +40,8 @@ def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
 
 
 def test_a_warpgroup_leaves_out_what_its_own_rows_do_not_see():
-    """With 128 causal rows and 128 keys, in steps of 64, the first warpgroup has one step and the
-    second has two."""
+    """The first warpgroup has one step and the second has two, of 64 keys each, where 128 causal
+    rows see 128 keys."""
     (tile,) = forward_tiles(
         Case("test", ((128, 128),), 1, 1, True),
         model.forward_variant(case(512, True), MACHINE).tiling(MACHINE),

@@ -408,7 +408,7 @@ def test_sums_of_hopper():
 
 
 def test_the_reference_rounds_probabilities():
-    """With one key P is 1, and out is V; with many, the error is that of four bits."""
+    """P of a single key is 1, and out is V; the error with many keys is that of four bits."""
     tensors = dequantised(triple((4, 1), (2, 1)))
     assert torch.equal(
         reference.e4m3_pytorch(*tensors, torch.float16).double(), tensors[2].expand(1, 4, 2, 256)

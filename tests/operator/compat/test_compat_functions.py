@@ -128,7 +128,7 @@ def test_packed_sequences_have_offsets(device):
 
 
 def test_offsets_that_have_no_room():
-    """Beside three aux_tensors, and as many as there may be, kernels get no cu_seqlens."""
+    """Kernels get no cu_seqlens beside three aux_tensors, or beside as many as there may be."""
     q, k, v = (tensor[0] for tensor in tensors((5, 9)))
     of_q, of_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 5, 9]).int()
     for offsets, count in (((of_q, of_k), 3), ((of_q, of_q), 4)):
