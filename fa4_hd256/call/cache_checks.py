@@ -306,16 +306,13 @@ def check_beside_tree(rotary_cos: Any) -> None:
 
 def check_no_gradients(names: Sequence[str], *given: Any) -> None:
     """Raise NotImplementedError if gradients would be recorded. given: arguments of these names."""
-    found = [
-        name
-        for name, tensor in zip(names, given, strict=True)
-        if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    ]
-    if found:
-        raise NotImplementedError(
-            f"{found[0]} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
-            "call under torch.no_grad(), or flash_attn_varlen_func"
-        )
+    # Written out, since each call comes here. What is no tensor is refused with the plan.
+    for index, tensor in enumerate(given):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            raise NotImplementedError(
+                f"{names[index]} requires gradients, and flash_attn_with_kvcache has none; "
+                "accepted: a call under torch.no_grad(), or flash_attn_varlen_func"
+            )
 
 
 def lengths_of(cache_seqlens: Any, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
