@@ -130,7 +130,7 @@ def bringup(parser: argparse.ArgumentParser) -> None:
     add("--report", action="store_true", help="only write the report again")
     add("--decide", type=Path, metavar="REPORT",
         help="only print what follows from a report.json, on any machine")  # fmt: skip
-    add("--plant", action="store_true", help=argparse.SUPPRESS)
+    add("--plant", action="store_true", help="first plant failures that the run must recognise")
 
 
 def decode(parser: argparse.ArgumentParser) -> None:

@@ -89,10 +89,15 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     chosen = named(arguments.arch) if arguments.arch else environment.architecture()
     kernels = kernels_of(chosen)
-    configs = [*kernels.configs("forward"), *kernels.configs("backward")]
+    forward, *others = (config() for config in kernels.configs("forward"))
+    # Calls take the same kernel with other tiles where they have a mask or few rows.
+    tiles = [t for t in kernels.forwards if t.kind == forward.tiles.kind and t != forward.tiles]
+    same_kernel = [kernels.tuned(t, True, 1 << 20, "B200", False) for t in tiles]
+    backward = [config() for config in kernels.configs("backward")]
     if kernels.mxfp8_backward is not None:
-        configs += kernels.configs("mxfp8_backward")
-    print("\n\n".join(describe(kernels, config()) for config in configs))
+        backward += [config() for config in kernels.configs("mxfp8_backward")]
+    configs = forward, *same_kernel, *others, *backward
+    print("\n\n".join(describe(kernels, config) for config in configs))
     return 0
 
 

@@ -192,14 +192,16 @@ class PackedArguments:
     def __init__(self, step: Launch, numbers: Mapping[str, int], begins: Mapping[str, int]) -> None:
         """numbers: of the tensors that the plan names. begins: in bytes, of those that do not begin
         where their memory does."""
-        content, starts, places = bytearray(), [], []
+        content, starts = bytearray(), []
+        #: Of the views, in their order.
+        self._places: list[_Place] = []
         stream: int | None = None
         for slot in step.slots:
             start = len(content) // _WORD
             starts.append(start)
             if isinstance(slot, View):
                 begin = begins.get(slot.name, 0) + slot.begin
-                places.append(_Place(start, numbers[slot.name], begin))
+                self._places.append(_Place(start, numbers[slot.name], begin))
             elif slot is STREAM:
                 stream = start
             content += _words(slot)
@@ -219,8 +221,8 @@ class PackedArguments:
         self._array = (ctypes.c_void_p * len(all_addresses))(*all_addresses)
         self._address = ctypes.addressof(self._array)
         # Most tensors begin where their view does.
-        self._whole = tuple([(p.word, p.number) for p in places if not p.offset])
-        self._shifted = tuple([tuple(p) for p in places if p.offset])
+        self._whole = tuple([(p.word, p.number) for p in self._places if not p.offset])
+        self._shifted = tuple([tuple(p) for p in self._places if p.offset])
 
     def write(self, addresses: Sequence[int], stream: int) -> None:
         """addresses: of the plan's tensors, by number."""
@@ -316,9 +318,7 @@ class _LaunchStep(PackedArguments):
         super().__init__(step, of.numbers, of.begins)
         # The code of the host function belongs to the kernel's linked module.
         self._kernel, self._function = of._kernels[step.spec]
-        self._views = [
-            (view, of.numbers[view.name], of.begins.get(view.name, 0)) for view in step.views
-        ]
+        self._views = step.views
 
     def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
         self.write(where, stream)
@@ -328,14 +328,14 @@ class _LaunchStep(PackedArguments):
             if status:
                 _raise(status & 0xFFFFFFFF)
             return
-        memory = [_extent(view, where[n] + begin) for view, n, begin in self._views if view.numel()]
+        views = zip(self._views, self._places, strict=True)
+        memory = [_extent(v, where[at.number] + at.offset) for v, at in views if v.numel()]
         launch.simulate(self._kernel, self.addresses, sorted(memory))
 
 
-def _extent(view: View, address: int) -> tuple[int, int, str]:
-    begin, size = address + view.begin, view.element_size()
+def _extent(view: View, begin: int) -> tuple[int, int, str]:
     last = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True))
-    return begin, begin + (last + 1) * size, view.name
+    return begin, begin + (last + 1) * view.element_size(), view.name
 
 
 # ---------------------------------------------------------------- memory

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from bench.tables.origin import ROOT, git
+from bench.tables.origin import ROOT, changed_files, git
 from fa4_hd256.run.native_cache import meaning_of
 
 #: Parts that figures may depend on: name -> folders.
@@ -29,11 +29,10 @@ def changed_since(commit: str, root: Path = ROOT) -> str:
     knows. Of Python the meaning counts, without comments, docstrings and positions; of JSON every
     byte."""
     folders = sorted({folder for part in PARTS.values() for folder in part})
-    patterns = [f":(glob){folder}/**/*.{kind}" for folder in folders for kind in ("py", "json")]
-    listed = git(root, "diff", "--name-only", "--no-renames", commit, "--", *patterns)
+    listed = changed_files(root, commit, folders)
     if listed is None:
         return f"{commit} is not in this checkout"
-    changed = [path for path in listed.decode().splitlines() if _differs(root, commit, path)]
+    changed = [path for path in listed if _differs(root, commit, path)]
     counts = Counter(_part(path) for path in changed)
     return ", ".join(f"{name} {counts[name]}" for name in PARTS if counts[name]) or "nothing"
 

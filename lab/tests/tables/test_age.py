@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from bench.tables.origin import commit_of
 from lab.tables.age import changed_since, printed_at
 from lab.tables.documents import FOLDER, LAB_FOLDER
 
@@ -59,6 +60,14 @@ def test_what_has_changed_is_counted_by_part(checkout):
     (root / "bench/rows.json").write_text("[2]\n")
     (root / "sm100_sim/src/sm100_sim/isa/table.py").write_text("B = (\n")
     assert changed_since(commit, root) == "kernels 1, calls 1, simulator 1, bench 1"
+
+
+def test_a_changed_source_makes_a_checkout_dirty_and_a_page_does_not(checkout):
+    root, commit = checkout
+    (root / "docs/kernels.md").write_text("another text")
+    assert commit_of(root) == commit[:12]
+    (root / KERNEL).write_text("STEPS = 3\n")
+    assert commit_of(root) == f"{commit[:12]}-dirty"
 
 
 def test_a_commit_that_is_not_there(checkout, tmp_path):

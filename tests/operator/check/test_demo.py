@@ -15,6 +15,7 @@ from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward.mxfp8.config import Mxfp8BackwardConfig
 from fa4_hd256.kernels.hopper.architecture import KERNELS as HOPPER
+from fa4_hd256.kernels.hopper.forward.config import MASKED
 from fa4_hd256.kernels.hopper.forward.config import ForwardConfig as HopperForwardConfig
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run import bug_report
@@ -129,7 +130,9 @@ def test_plan(capsys):
 
 def test_plan_of_another_architecture(capsys):
     assert main(["plan", "--arch", "sm_90a"]) == 0
-    assert capsys.readouterr().out.startswith(describe(HOPPER, HopperForwardConfig()))
+    shown = capsys.readouterr().out
+    assert shown.startswith(describe(HOPPER, HopperForwardConfig()))
+    assert describe(HOPPER, MASKED) in shown, "that of causal calls"
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--arch", "sm_80"])
     assert stopped.value.code == 2

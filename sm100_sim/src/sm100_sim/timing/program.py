@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,17 +89,6 @@ class Compiled:
     def text_of(self, number: int) -> str:
         """An instruction, disassembled."""
         return self.function.instructions[number].text
-
-    @property
-    def fences(self) -> np.ndarray:
-        """bool, by element of the paths: a fence of GPU or system scope that is executed."""
-        event, action = self.program.event, self.program.action
-        return (event >= 0) & (action[event, 0] == Action.FENCE)
-
-    def without_fences(self) -> Compiled:
-        """Return the program as if these fences took no longer than their issue."""
-        event = np.where(self.fences, -1, self.program.event).astype(np.int32)
-        return replace(self, program=self.program._replace(event=event))
 
 
 def build(
