@@ -58,17 +58,14 @@ def horner(fraction: ArrayLike, coefficients: Sequence[float] | np.ndarray) -> n
     return value
 
 
-def exp2_polynomial(
-    x: ArrayLike, degree: int = 3, coefficients: Sequence[float] | None = None
-) -> np.ndarray:
-    """2^x as `exp2.exp2_polynomial_pair` computes it; float32 in, float32 out, same shape.
-    `coefficients` replaces the kernels' own ones of that degree."""
+def exp2_polynomial(x: ArrayLike, degree: int = 3) -> np.ndarray:
+    """2^x as `exp2.exp2_polynomial_pair` computes it; float32 in, float32 out, same shape."""
     x = np.asarray(x, np.float32)
     # max.f32 returns the other operand for NaN.
     x = np.fmax(x, _SMALLEST_EXPONENT)
     shifted = add_round_down(x, _FLOOR_MAGIC)
     fraction = x - (shifted - _FLOOR_MAGIC)
-    value = horner(fraction, COEFFICIENTS[degree] if coefficients is None else coefficients)
+    value = horner(fraction, COEFFICIENTS[degree])
     exponent = np.ascontiguousarray(shifted).view(np.uint32) << np.uint32(23)
     return (np.ascontiguousarray(value).view(np.uint32) + exponent).view(np.float32)
 

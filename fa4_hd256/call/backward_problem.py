@@ -163,16 +163,13 @@ class BackwardProblem:
     def ds_bytes_of_head(self) -> int:
         return self.ds_bytes // self.k_shape[2]
 
-    def head_parts_for(
-        self, heads_kv: int, sequences: int, gpu: Gpu, kernel: KeyKernel | None = None
-    ) -> int:
-        """`choose_head_parts` of a launch. kernel: of dK and dV, None for the architecture's."""
+    def head_parts_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
+        """`choose_head_parts` of a launch."""
         if self.copies > 1:
             return self.copies
         forward, reach = self.forward, Reach.of(self.forward.options.window)
         left, right = reach.window
-        own = self.kernels.stored_keys if self.keeps_ds else self.kernels.recomputed_keys
-        kernel = kernel or own
+        kernel = self.kernels.stored_keys if self.keeps_ds else self.kernels.recomputed_keys
         seen, keys = reach.lengths(forward.max_seqlen_q, forward.max_seqlen_k)
         if right is not None:
             seen = min(seen, keys + right)

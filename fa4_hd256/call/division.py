@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..gpus.devices import Gpu
-from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import SCHEDULER_METADATA
@@ -102,22 +101,22 @@ def longest_row(problem: Problem) -> int:
     return max(keys, 1)
 
 
-def rows_per_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
+def rows_per_step(problem: Problem, gpu: Gpu) -> float:
     """Return the rows of splits' results that HBM writes and reads in the time of a step."""
-    return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
+    return gpu.hbm_bytes_per_second * problem.tiles.step_seconds / ROW_BYTES
 
 
-def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
+def splits_for(problem: Problem, gpu: Gpu) -> int:
     """Return the number of KV splits that minimises the estimated time of a call, the smallest of
     equals.
 
     It is 1 where splits save less than `least_saved` steps, and where several blocks of queries
-    fill all clusters. kernel: facts of the tiles, None for `problem.tiles`. The result is equal for
-    all calls of the same shapes and bounds on such a GPU, whatever the tensors hold.
+    fill all clusters. The result is equal for all calls of the same shapes and bounds on such a
+    GPU, whatever the tensors hold.
     """
     keys = longest_row(problem)
     rows = math.prod(problem.lse_shape)
-    kernel, tiles = kernel or problem.tiles, problem.num_tiles
+    kernel, tiles = problem.tiles, problem.num_tiles
     steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
     # With more blocks of queries tiles may differ by the mask, and need no splits to be shared out.
     if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
@@ -131,7 +130,7 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
         overlapped with all loads from HBM; then those of all splits' results."""
         waves = -(-tiles * splits // clusters)
         busy = waves * (-(-steps // splits) + kernel.part_steps)
-        results = splits * rows / rows_per_step(problem, gpu, kernel) if splits > 1 else 0.0
+        results = splits * rows / rows_per_step(problem, gpu) if splits > 1 else 0.0
         if not all_loads:
             return busy + results
         loads = all_loads * _unevenness(tiles * splits, clusters)

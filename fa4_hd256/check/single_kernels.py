@@ -15,7 +15,6 @@ from ..call.memory import View
 from ..call.operator_arguments import BackwardTensors, ForwardTensors
 from ..run.arguments import mapped
 from ..run.backward import (
-    STATS,
     BackwardWork,
     Wanted,
     add_preprocess,
@@ -23,11 +22,12 @@ from ..run.backward import (
     plan_backward,
     stats_view,
 )
-from ..run.backward_arguments import PreprocessTensors
 from ..run.execute import execute, new_tensor, value_of
 from ..run.forward import SPLITS, plan_described, result_views, split_results
 from ..run.plan import PlanBuilder
 from ..run.tile_counter import tile_counter
+
+_CPU = torch.device("cpu")
 
 
 def launch_forward(
@@ -47,32 +47,20 @@ def run_backward(
     return or_empty(execute(plan, tensors), tensors)
 
 
-def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
-    """Fill `tensors.stats`, by `add_preprocess` alone."""
-    given = {
-        "out": tensors.out,
-        "dout": tensors.dout,
-        "lse": tensors.lse,
-        STATS: tensors.stats,
-        **tensors.ragged,
-    }
-    if tensors.dlse is not None:
-        given["dlse"] = tensors.dlse
+def run_preprocess(problem: BackwardProblem, given: dict[str, torch.Tensor]) -> None:
+    """Fill given["stats"] by the preprocess kernel alone. given: also out, dout, lse, and dlse and
+    lengths of queries where the problem has them."""
     builder = PlanBuilder.for_tensors(problem.forward.device, tuple(given), tuple(given.values()))
     views = builder.inputs
-    dlse = None if tensors.dlse is None else builder.rows(views["dlse"])
-    add_preprocess(builder, problem, PreprocessTensors(
-        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS], views,
-    ))  # fmt: skip
+    add_preprocess(builder, problem, views["dout"], views, views)
     execute(builder.plan(), tuple(given.values()))
 
 
-def launch_values(arguments: tuple[Any, ...], stream: int = 0) -> tuple[Any, ...]:
+def launch_values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what a compiled function gets for `arguments` with tensors in place of views."""
 
     def value(slot: Any) -> Any:
-        counter = tile_counter(torch.device("cpu"), stream) if isinstance(slot, View) else slot
-        return value_of(counter, stream)
+        return value_of(tile_counter(_CPU, 0) if isinstance(slot, View) else slot)
 
     values: tuple[Any, ...] = mapped(arguments, value)
     return values

@@ -141,16 +141,16 @@ def _(*arguments: Any) -> torch.Tensor:
     return tensors.q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
-def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -> None:
-    """Let an operator that is called under autocast cast what functions of users cast: `count`
+def _with_autocast(operator: Any, leading: int, fixed: int | None) -> None:
+    """Let an operator that is called under autocast cast q, k and v, as functions of users do: the
     tensors behind the `leading` ones; fixed: place of a tensor that is never cast."""
     name = operator._qualname.split("::")[1]
 
     def impl(key: DispatchKey) -> Any:
         def called(*arguments: Any) -> Any:
-            before, after = arguments[:leading], arguments[leading + count :]
+            before, after = arguments[:leading], arguments[leading + 3 :]
             cast = autocast(
-                *arguments[leading : leading + count],
+                *arguments[leading : leading + 3],
                 fixed=None if fixed is None else arguments[fixed],
             )
             with excluding(key):
@@ -163,7 +163,7 @@ def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_with_autocast(forward, 0, 3, None)
-_with_autocast(forward_max_logits, 0, 3, None)
-_with_autocast(forward_out, 1, 3, 0)
-_with_autocast(forward_kvcache, 3, 3, 1)
+_with_autocast(forward, 0, None)
+_with_autocast(forward_max_logits, 0, None)
+_with_autocast(forward_out, 1, 0)
+_with_autocast(forward_kvcache, 3, 1)

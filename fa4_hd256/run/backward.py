@@ -32,10 +32,10 @@ from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..gpus.devices import Gpu, gpu_of
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.problem_class import GATE_OF_ELEMENTS, OF_BLOCKS, OUT_GATE
+from ..kernels.small.backward_preprocess import PreprocessRows
 from .backward_arguments import (
     TABLE_RANK,
     GradientTensors,
-    PreprocessTensors,
     begin_of,
     gradient_call_arguments,
     padded_rows,
@@ -162,19 +162,7 @@ def add_division(
     made = memory_of(builder, division, wanted, has_batch)
     dout = builder.operand(views["dout"])
     if not problem.has_no_queries:
-        gates: tuple[View, ...] = ()
-        if problem.forward.out_gate:
-            gates = gate_operand(builder, views[OUT_GATE]), made[DO], made[DGATE]
-        rows = PreprocessTensors(
-            builder.operand(views["out"]),
-            dout,
-            builder.rows(views["lse"]),
-            builder.rows(views["dlse"]) if "dlse" in views else None,
-            made[STATS],
-            views,
-            gates,
-        )
-        add_preprocess(builder, problem, rows)
+        add_preprocess(builder, problem, dout, views, made)
     if not problem.has_no_queries and not problem.has_no_keys:
         operands = _operands(builder, problem, views, made.get(DO, dout))
         add_gradients(builder, division, config, gpu, operands, views, made)
@@ -293,9 +281,26 @@ def stats_view(builder: PlanBuilder, problem: BackwardProblem, are_summed: bool 
 
 
 def add_preprocess(
-    builder: PlanBuilder, problem: BackwardProblem, tensors: PreprocessTensors
+    builder: PlanBuilder,
+    problem: BackwardProblem,
+    dout: View,
+    views: Mapping[str, View],
+    made: Mapping[str, View],
 ) -> None:
-    arguments = preprocess_call_arguments(tensors, problem, gpu_of(problem.forward.device))
+    """Fill the statistics of the rows, and with a gate its gradient and that of O before it. dout:
+    as kernels may read it. views, made: as of `add_gradients`."""
+    gates: tuple[View, ...] = ()
+    if problem.forward.out_gate:
+        gates = gate_operand(builder, views[OUT_GATE]), made[DO], made[DGATE]
+    rows = PreprocessRows(
+        builder.operand(views["out"]),
+        dout,
+        builder.rows(views["lse"]),
+        builder.rows(views["dlse"]) if "dlse" in views else None,
+        *gates,
+    )
+    gpu = gpu_of(problem.forward.device)
+    arguments = preprocess_call_arguments(rows, made[STATS], views, problem, gpu)
     builder.launch(preprocess_spec(problem), arguments)
 
 

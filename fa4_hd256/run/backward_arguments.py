@@ -32,39 +32,23 @@ def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
     return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
-@dataclass(frozen=True)
-class PreprocessTensors:
-    """Views of the tensors of one call of the preprocess kernel. dlse: None where the problem has
-    no gradient of the LSE. gates: with a gate of the result gate, do and dgate of
-    `PreprocessRows`."""
-
-    out: Any
-    dout: Any
-    lse: Any
-    dlse: Any
-    stats: Any
-    #: By name.
-    ragged: Mapping[str, Any] = field(default_factory=dict)
-    gates: tuple[Any, ...] = ()
-
-
 def preprocess_call_arguments(
-    tensors: PreprocessTensors, problem: BackwardProblem, gpu: Gpu
+    rows: PreprocessRows, stats: Any, ragged: Mapping[str, Any], problem: BackwardProblem, gpu: Gpu
 ) -> tuple[Any, ...]:
-    rows = PreprocessRows(
-        aligned_view(tensors.out, TMA_ALIGNMENT),
-        aligned_view(tensors.dout, TMA_ALIGNMENT),
-        _row_values(tensors.lse),
-        None if tensors.dlse is None else _row_values(tensors.dlse),
-        *map(gate_value, tensors.gates),
+    """Return the preprocess kernel's arguments. rows: views as kernels may read them. ragged: views
+    by name, those of `PreprocessClass.ragged` among them."""
+    out, dout, lse, dlse, *gates = rows
+    checked = PreprocessRows(
+        aligned_view(out, TMA_ALIGNMENT),
+        aligned_view(dout, TMA_ALIGNMENT),
+        _row_values(lse),
+        None if dlse is None else _row_values(dlse),
+        *(None if gate is None else gate_value(gate) for gate in gates),
     )
-    own = {
-        name: aligned_view(tensors.ragged[name], WORD) for name in problem.preprocess_class.ragged
-    }
-    ragged = SequenceTensors(**own) if own else None
-    stats = aligned_view(tensors.stats, WORD)
+    own = {name: aligned_view(ragged[name], WORD) for name in problem.preprocess_class.ragged}
     scalars = call_scalars(problem.preprocess_class, problem.forward, gpu, problem)
-    return rows, stats, ragged, scalars, STREAM
+    lengths = SequenceTensors(**own) if own else None
+    return checked, aligned_view(stats, WORD), lengths, scalars, STREAM
 
 
 def sum_call_arguments(parts: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from .arguments import STREAM, Number, Slot, leaves, mapped
 from .catalogue import KernelSpec
 from .compile import CompiledKernel, MissingKernelError, compile_kernel, is_capturing
 from .kept_tensors import made_to_keep
-from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
+from .plan import Allocation, Launch, LaunchPlan, Operation
 from .tile_counter import tile_counter
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
@@ -71,8 +71,7 @@ class Execution:
         self.plan, self.values, self.written = plan, values, written
         self.has_run = self.is_differentiable = False
         device = plan.device
-        allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
-        allocations, self.begins = _together(plan, allocations)
+        allocations, self.begins = _together(plan)
         self._make = [_maker(one, device) for one in allocations]
         self._make_only_first = [_unread_maker(one, device) for one in allocations]
         operations = [step for step in plan.steps if isinstance(step, Operation)]
@@ -273,13 +272,13 @@ def _in_memory(slot: Slot, of_views: list[torch.Tensor]) -> Slot | torch.Tensor:
     return of_views[-1]
 
 
-def value_of(slot: Slot | torch.Tensor, stream: int = 0) -> Any:
+def value_of(slot: Slot | torch.Tensor) -> Any:
     if isinstance(slot, torch.Tensor):
         described = from_dlpack(slot.detach(), assumed_align=slot.element_size())
         return described.mark_layout_dynamic(leading_dim=slot.ndim - 1)
     if isinstance(slot, Number):
         return getattr(cutlass, slot.kind)(slot.value)
-    return cuda.CUstream(stream)
+    return cuda.CUstream(0)
 
 
 def _content(slot: Slot, address: Any) -> bytes:
@@ -390,10 +389,8 @@ def _maker(allocation: Allocation, device: torch.device) -> Make:
 _SCRATCH, MOST_SCRATCH, _SCRATCH_ALIGNMENT = "scratch", 1 << 24, 512
 
 
-def _together(
-    plan: LaunchPlan, allocations: list[Allocation]
-) -> tuple[list[Allocation], dict[str, int]]:
-    """Return allocations with one in the place of all that kernels alone write and read, and the
+def _together(plan: LaunchPlan) -> tuple[list[Allocation], dict[str, int]]:
+    """Return the allocations with one in place of all that kernels alone write and read, and the
     first byte of each of these in it. To allocate takes longer than to launch. Large memory stays
     apart, since one block for all may not be there where two are."""
     named = {*plan.results}
@@ -401,14 +398,14 @@ def _together(
         named |= {*step.reads} if isinstance(step, Operation) else set()
     begins: dict[str, int] = {}
     size = 0
-    for one in allocations:
-        if one.lifetime is Lifetime.CALL and not one.fills and one.name not in named:
+    for one in plan.allocations:
+        if not (one.may_be_shared or one.fills or one.name in named):
             begins[one.name] = size
             size += math.prod(one.shape) * one.dtype.itemsize
             size += -size % _SCRATCH_ALIGNMENT
     if len(begins) < 2 or size > MOST_SCRATCH:
-        return allocations, {}
-    others = [one for one in allocations if one.name not in begins]
+        return [*plan.allocations], {}
+    others = [one for one in plan.allocations if one.name not in begins]
     return [*others, Allocation(_SCRATCH, (size,), torch.uint8)], begins
 
 
@@ -422,8 +419,7 @@ def _unread_maker(allocation: Allocation, device: torch.device) -> Make:
     Kernels of any stream write to that at any time. It is not made while a CUDA graph is captured,
     whose memory nothing may keep."""
     is_small = math.prod(allocation.shape) <= UNREAD_ELEMENTS and not allocation.fills
-    is_unread = allocation.lifetime is Lifetime.UNREAD
-    if device.type != "cuda" or not (is_small and is_unread):
+    if device.type != "cuda" or not (is_small and allocation.may_be_shared):
         return _maker(allocation, device)
     if device.index not in _unread:
         if torch.cuda.is_current_stream_capturing():

@@ -38,7 +38,7 @@ from .arguments import (
     combine_call_arguments,
 )
 from .catalogue import combine_spec, forward_spec
-from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
+from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
 
 #: Name of the results of splits, O and then the LSE in one tensor, and the unused elements between
@@ -247,7 +247,7 @@ def result_views(
         of_out, of_lse = 0.0, -math.inf
     found = {
         "out": _out(builder, views, out_shape, last.dtype, of_out, has_batch),
-        "lse": builder.result("lse", lse_shape, torch.float32, of_lse, has_batch, Lifetime.UNREAD),
+        "lse": builder.result("lse", lse_shape, torch.float32, of_lse, has_batch, True),
     }
     if is_split:
         of_o, of_splits = map(math.prod, _split_shapes(last))
@@ -358,9 +358,7 @@ def _without_rows(
 ) -> tuple[View, ...]:
     """Return results without a launch: without sequences all rows are behind the last offset."""
     out = _out(builder, views, problem.q_shape, problem.dtype, 0.0, has_batch)
-    lse = builder.result(
-        "lse", problem.lse_shape, torch.float32, -math.inf, has_batch, Lifetime.UNREAD
-    )
+    lse = builder.result("lse", problem.lse_shape, torch.float32, -math.inf, has_batch, True)
     if not problem.options.max_logits:
         return out, lse
     heads = problem.q_shape[2:3]

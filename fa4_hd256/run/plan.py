@@ -9,7 +9,6 @@ a plan, and `execute` runs it on any tensors that lie like those.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,36 +20,27 @@ from ..call.descales import scale_layout
 from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_strides
 from ..call.mxfp8_scales import words_of
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import OF_BLOCKS, TILE_COUNTER
+from ..kernels.problem_class import OF_BLOCKS
 from .arguments import Number, Slot, aligned_view, leaves, mapped
 from .catalogue import KernelSpec
 
 
-class Lifetime(enum.Enum):
-    """Lifetime of memory."""
-
-    #: As long as its tensor.
-    CALL = "per call"
-    #: The same, but where no caller reads it, a GPU's may be flat memory of another shape, to which
-    #: kernels of all calls write at any time (`execute`). So kernels alone get it, to write to it.
-    UNREAD = "per call, shared where unread"
-    #: The counter of a stream (`tile_counter`).
-    STREAM = "of the stream"
-
-
 @dataclass(frozen=True)
 class Allocation:
-    """Contiguous memory that a call needs. fills: (first element, past the last one, value)."""
+    """Contiguous memory that a call needs. fills: (first element, past the last one, value).
+    may_be_shared: where no caller reads it, a GPU's may be flat memory of another shape, to which
+    kernels of all calls write at any time (`execute`). So kernels alone get it, to write to it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     fills: tuple[tuple[int, int, float], ...] = ()
-    lifetime: Lifetime = Lifetime.CALL
+    may_be_shared: bool = False
 
     def __str__(self) -> str:
         filled = ", ".join(f"{value:g} in {begin}..{end}" for begin, end, value in self.fills)
-        what = f"{View.contiguous(self.name, self.shape, self.dtype)}, {self.lifetime.value}"
+        what = f"{View.contiguous(self.name, self.shape, self.dtype)}"
+        what += ", shared where unread" if self.may_be_shared else ""
         return f"{what}, filled: {filled}" if filled else what
 
 
@@ -171,7 +161,7 @@ class PlanBuilder:
         shape: Sequence[int],
         dtype: torch.dtype,
         fills: Sequence[tuple[int, int, float]] = (),
-        lifetime: Lifetime = Lifetime.CALL,
+        may_be_shared: bool = False,
     ) -> View:
         """Memory of every call. On the CPU what is not filled is NaN, so that an element which no
         kernel writes shows."""
@@ -180,7 +170,7 @@ class PlanBuilder:
             fills = whole(shape, math.nan)
         if not math.prod(shape):
             fills = ()
-        self._allocations[name] = Allocation(name, tuple(shape), dtype, fills, lifetime)
+        self._allocations[name] = Allocation(name, tuple(shape), dtype, fills, may_be_shared)
         return View.contiguous(name, shape, dtype)
 
     def result(
@@ -190,12 +180,12 @@ class PlanBuilder:
         dtype: torch.dtype,
         fill: float | None,
         has_batch: bool,
-        lifetime: Lifetime = Lifetime.CALL,
+        may_be_shared: bool = False,
     ) -> View:
         """Memory of a result as kernels write it. fill: its value before, None for any. has_batch:
         False where callers have packed sequences without a batch, and get them so."""
         fills = () if fill is None else whole(shape, fill)
-        made = self.allocate(name, shape if has_batch else shape[1:], dtype, fills, lifetime)
+        made = self.allocate(name, shape if has_batch else shape[1:], dtype, fills, may_be_shared)
         return made if has_batch else made.unsqueeze(0)
 
     def operate(
@@ -206,10 +196,6 @@ class PlanBuilder:
         return like
 
     def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
-        # Among the scalars, of which most kernels have a record (`CallScalars`).
-        if any(getattr(part, TILE_COUNTER, None) is not None for part in arguments):
-            counter = Allocation(TILE_COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
-            self._allocations[TILE_COUNTER] = counter
         self._steps.append(Launch(spec, arguments))
 
     def with_other_lengths(self, specs: Iterable[KernelSpec]) -> None:
@@ -218,10 +204,12 @@ class PlanBuilder:
     def plan(self, *results: View | None) -> LaunchPlan:
         names = tuple(None if view is None else view.name for view in results)
         allocations, steps = tuple(self._allocations.values()), tuple(self._steps)
-        unread = {one.name for one in allocations if one.lifetime is Lifetime.UNREAD}
+        unread = {one.name for one in allocations if one.may_be_shared}
         for step in steps:
             read = unread & {*step.reads} if isinstance(step, Operation) else None
-            assert not read, f"{step} has memory that other calls write to: let it be Lifetime.CALL"
+            assert not read, (
+                f"{step} has memory that other calls write to; allocate it without may_be_shared"
+            )
         launched = {step.spec for step in steps if isinstance(step, Launch)}
         others = tuple(spec for spec in self._other_lengths if spec not in launched)
         return LaunchPlan(self.device, tuple(self.inputs), allocations, steps, names, others)

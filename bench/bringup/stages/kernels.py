@@ -268,7 +268,6 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     from fa4_hd256.call.options import Options
     from fa4_hd256.check import reference
     from fa4_hd256.check.single_kernels import empty_stats, run_preprocess
-    from fa4_hd256.run.backward_arguments import PreprocessTensors
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v)
@@ -276,7 +275,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     given = BackwardTensors(dout, None, q, k, v, out, lse)
     problem = BackwardProblem.describe(given, Options.check(None, False, (None, None), 0.0))
     stats = empty_stats(problem)
-    run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats))
+    run_preprocess(problem, {"out": out, "dout": dout, "lse": lse, "stats": stats})
     rows = call.lengths[0]
     got = stats[:, 0, :rows].double().cpu()
     delta = (out.double() * dout.double()).sum(3)[0, :, 0].cpu()

@@ -14,7 +14,6 @@ from fa4_hd256.call.memory import tma_can_take
 from fa4_hd256.call.options import Options
 from fa4_hd256.check.single_kernels import empty_stats, run_preprocess
 from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig
-from fa4_hd256.run.backward_arguments import PreprocessTensors
 
 OPTIONS = Options.check(None, False, (None, None), 0.0, False)
 
@@ -32,7 +31,9 @@ def run(rows, dlse=None, ragged=None, max_seqlen_q=None):
     """Statistics of rows (out, dout, lse)."""
     problem = describe(rows[0], dlse is not None, ragged, max_seqlen_q)
     stats = empty_stats(problem)
-    run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, ragged or {}))
+    given = dict(zip(("out", "dout", "lse"), rows, strict=True)) | {"stats": stats}
+    given |= {} if dlse is None else {"dlse": dlse}
+    run_preprocess(problem, given | (ragged or {}))
     return stats
 
 
