@@ -24,14 +24,13 @@ from torch.overrides import TorchFunctionMode
 from .call.functions.state import FunctionState, TensorStates
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.memory import without_expansion
-from .call.options import plain
+from .call.options import flags_of, plain
 from .call.process import is_lasting
 from .call.tile_mask import EMPTY, PARTIAL, WHOLE, Evaluate, TileMask, count_mask_tiles
 from .call.tree_mask import tree_words
 from .gpus.devices import is_captured
 from .kernels.mask.block_mask import MASK_TILE
 from .kernels.mask.masking import WORD_BITS
-from .words import shown
 
 __all__ = [
     "TileMask",
@@ -100,9 +99,7 @@ def documents(ids: torch.Tensor, *, causal: bool = True, window: int | None = No
     Raises TypeError for ids that are no integers and other kinds, ValueError for other dimensions,
     or a window without causal.
     """
-    causal = plain(causal)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal is {shown(causal)}; accepted: True or False")
+    (causal,) = flags_of(causal=causal)
     if window is not None:
         check_whole("window", window)
         if not causal:

@@ -20,9 +20,9 @@ from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE
 from ..words import shown
 from . import checks, memory
 from .forward_problem import Call
-from .memory import memory_span
+from .memory import check_device, check_tensor, memory_span
 from .operator_arguments import CacheTensors, CacheValues
-from .options import is_sure, plain
+from .options import flags_of, is_sure, plain
 from .process import is_intercepted
 
 #: Sizes of tensors here are below: two of them and a row of 256 stay within 64 bits.
@@ -371,8 +371,7 @@ def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.
 def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: Any) -> None:
     """Kinds and dimensions that what follows relies on. offsets: cu_seqlens_q."""
     for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(cache, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(cache).__name__}")
+        check_tensor(name, cache)
         memory.require_dense(name, cache)
         if name == "q" and not cache.ndim:
             raise ValueError("q has no dimension; accepted: (batch, seqlen_q, heads, 256)")
@@ -469,8 +468,7 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             raise TypeError(f"{name} is {kind}; accepted: both tables, or neither")
         if table.dtype not in (q.dtype, torch.float32):
             raise TypeError(f"{name} has dtype {table.dtype}; accepted: {q.dtype} or torch.float32")
-        if table.device != q.device:
-            raise ValueError(f"{name} is on {table.device}; accepted: {q.device}, like q")
+        check_device(name, table.device, q.device, "q")
     if cos.dtype != sin.dtype:
         raise TypeError(
             f"rotary_cos is {cos.dtype}, rotary_sin {sin.dtype}; accepted: one dtype of both"
@@ -482,8 +480,7 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             f"(positions, rotary_dim / 2) both, at least one position, rotary_dim a multiple of "
             f"{ROTARY_MULTIPLE} up to {HEAD_DIM}"
         )
-    if not isinstance(plain(interleaved), bool):
-        raise TypeError(f"rotary_interleaved must be True or False, got {shown(interleaved)}")
+    flags_of(rotary_interleaved=interleaved)
 
 
 def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:

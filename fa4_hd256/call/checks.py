@@ -42,7 +42,7 @@ from ..kernels.rows.sequences import (
     TREE_WORDS,
 )
 from ..words import shown
-from .memory import require_dense
+from .memory import check_device, check_tensor, require_dense
 from .operator_arguments import wrong_rank
 from .options import is_sure
 
@@ -58,10 +58,10 @@ def check_kinds(tensors: dict[str, Any], others: dict[str, Any], num_splits: Any
     """Tensors, which are not nested, and an int. tensors: None for one not given, which q, k and v
     are."""
     for name, tensor in tensors.items():
-        is_none = tensor is None and name not in ("q", "k", "v")
-        if not is_none and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if not is_none and tensor.is_nested:
+        if tensor is None and name not in ("q", "k", "v"):
+            continue
+        check_tensor(name, tensor)
+        if tensor.is_nested:
             raise TypeError(
                 f"{name} is a nested tensor; accepted: a dense one; sequences of different lengths "
                 "are those of flash_attn_varlen_func, its values and offsets as cu_seqlens"
@@ -400,8 +400,7 @@ def check_mask_of(
             f"block_mask is of {lengths[0]} queries and {lengths[1]} keys; accepted: {q.shape[1]} "
             f"and {k.shape[1]}, as q and k have"
         )
-    if device != q.device:
-        raise ValueError(f"block_mask is on {device}; accepted: {q.device}, like q")
+    check_device("block_mask", device, q.device, "q")
 
 
 def check_mask_options(window: tuple[int | None, int | None], num_splits: int) -> None:
@@ -655,5 +654,4 @@ def check_gradients(
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {tuple(shape)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {q.device}, like q")
+        check_device(name, tensor.device, q.device, "q")

@@ -27,7 +27,7 @@ from ..kernels.problem_class import (
     Q_DESCALE,
 )
 from .checks import are_differentiated
-from .memory import require_dense, without_expansion
+from .memory import check_device, require_dense, without_expansion
 from .mxfp8_scales import check_blocks, check_packed
 
 
@@ -82,8 +82,7 @@ def check_given(q: torch.Tensor, k: torch.Tensor, given: dict[str, torch.Tensor]
                 f"{name} has dtype {tensor.dtype}; accepted: torch.float32, or with q in e4m3 "
                 "scales of blocks in torch.float8_e8m0fnu"
             )
-        if tensor.device != k.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
+        check_device(name, tensor.device, k.device, "k")
     if of_blocks:
         check_blocks(q, k, given)
 
@@ -111,8 +110,7 @@ def check_block_scales(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, tor
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {form}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {form}")
-        if tensor.device != codes.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {codes.device}, like k")
+        check_device(name, tensor.device, codes.device, "k")
 
 
 def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..words import shown
+from .memory import check_device
 from .options import plain
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -44,8 +45,7 @@ def check_offsets(offsets: tuple[Any, Any], lengths: tuple[int, int], device: to
     on the CPU for other contents."""
     for name, given, length in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, lengths, strict=True):
         check_integers(name, given, (1,), "(batch + 1,)")
-        if given.device != device:
-            raise ValueError(f"{name} is on {given.device}; accepted: {device}, like block_mask")
+        check_device(name, given.device, device, "block_mask")
         if device.type == "cpu":
             falls = bool((given.long().diff() < 0).any())
             if falls or given[0] != 0 or given[-1] > length:

@@ -178,6 +178,18 @@ def without_loose_strides(tensor: Strided) -> Strided:
 # ---------------------------------------------------------------- written to
 
 
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def check_device(name: str, device: torch.device, accepted: torch.device, like: str) -> None:
+    """Raise ValueError for another device than that of the argument `like`."""
+    if device != accepted:
+        raise ValueError(f"{name} is on {device}; accepted: {accepted}, like {like}")
+
+
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested one" if tensor.is_nested else tensor.layout
@@ -208,8 +220,7 @@ def check_out(out: Any, q: torch.Tensor) -> None:
         raise TypeError(f"out has dtype {out.dtype}; accepted: {accepted}{like}")
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
-    if out.device != q.device:
-        raise ValueError(f"out is on {out.device}; accepted: {q.device}, like q")
+    check_device("out", out.device, q.device, "q")
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:

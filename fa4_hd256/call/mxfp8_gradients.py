@@ -15,7 +15,7 @@ from ..kernels.problem_class import E4M3, OF_BLOCKS
 from .backward_problem import BackwardProblem
 from .checks import reads_contents, said
 from .chunks import BackwardDivision
-from .memory import require_dense
+from .memory import check_tensor, require_dense
 from .mxfp8_scales import OF_ROWS, check_alone, check_order, check_packed, check_shape
 from .operator_arguments import BackwardTensors, ForwardTensors, ForwardValues, given_batches
 from .options import Options
@@ -92,10 +92,7 @@ def check_given(given: Any, tensors: ForwardTensors) -> None:
             "(fa4_hd256.quantize.quantize_mxfp8_training)"
         )
     for name, tensor in given._asdict().items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"mxfp8_gradients.{name} must be a torch.Tensor, got {type(tensor).__name__}"
-            )
+        check_tensor(f"mxfp8_gradients.{name}", tensor)
     for name in "qkv":
         exact, codes = getattr(given, name), getattr(tensors, name)
         _check(f"mxfp8_gradients.{name}", exact, codes, (torch.bfloat16, torch.float16))

@@ -109,8 +109,7 @@ def requested_splits(num_splits: Any, batch_invariant: Any) -> Any:
                 "not depend on the batch in any case"
             )
         return FIXED_SPLITS
-    if batch_invariant is not False:
-        raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
+    flags_of(batch_invariant=batch_invariant)
     if type(num_splits) is int and num_splits == FIXED_SPLITS:
         raise _refusal(num_splits)
     return num_splits

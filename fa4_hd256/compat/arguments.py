@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..call.memory import check_tensor
 from ..kernels.limits import HEAD_DIM
 
 #: Fates of an argument. Honoured: its meaning is kept. Neutral: any value gives the same result.
@@ -97,12 +98,6 @@ class Library:
                 f"{self.module} of this process is fa4_hd256's own"
             )
         return original
-
-
-def check_tensor(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is no tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def parts_of(name: str, packed: torch.Tensor, count: int, rows: str) -> tuple[torch.Tensor, ...]:

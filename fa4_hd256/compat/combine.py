@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..call.memory import check_tensor
 from ..words import shown
-from .arguments import check_tensor
 
 
 def combine(

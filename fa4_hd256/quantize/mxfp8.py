@@ -29,10 +29,11 @@ there are, not where: memory is in the order of the atoms.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..call.memory import check_tensor
 from ..kernels.block_scales import ATOM_BLOCKS, ATOM_ROWS, SCALE_BLOCK, SCALE_DTYPES
 from ..kernels.limits import HEAD_DIM
 
@@ -120,7 +121,7 @@ def quantize_mxfp8_training(
     k, v: as of `quantize_mxfp8`, all bfloat16 or all float16. The gradient of the result is
     quantized in the backward. Raises as `quantize_mxfp8` does, and TypeError for other dtypes."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
-        _check_kind(name, tensor)
+        check_tensor(name, tensor)
     if q.dtype not in _HALVES or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; accepted: all "
@@ -146,9 +147,9 @@ def dequantize_mxfp8(
     """Return what codes stand for, in float64. codes, descale: one tensor of `quantize_mxfp8` and
     its scales; cu_seqlens: its offsets, where it is packed; along_keys: it is V, whose blocks are
     of keys. Raises TypeError for other dtypes, ValueError for other shapes and offsets."""
-    _check_kind("codes", codes)
+    check_tensor("codes", codes)
     _check_rows("codes", codes, cu_seqlens)
-    _check_kind("descale", descale)
+    check_tensor("descale", descale)
     if codes.dtype != torch.float8_e4m3fn or descale.dtype not in SCALE_DTYPES:
         raise TypeError(
             f"codes are {codes.dtype}, descale {descale.dtype}; accepted: torch.float8_e4m3fn and "
@@ -171,7 +172,7 @@ def quantized(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, scales in atoms) of one tensor.  along_rows: blocks are of 32 rows, not of 32
     columns. Raises as `quantize_mxfp8` does."""
-    _check_kind(name, tensor)
+    check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: a floating one")
     _check_rows(name, tensor, offsets)
@@ -191,11 +192,6 @@ def quantized(
     return _unpadded(codes, rows, tensor).contiguous(), _to_atoms(scales, along_rows, offsets)
 
 
-def _check_kind(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-
-
 def _check_rows(name: str, tensor: torch.Tensor, offsets: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for another shape than that of q, and for offsets that are none
     of its rows. Waits for the device of offsets."""
@@ -207,7 +203,7 @@ def _check_rows(name: str, tensor: torch.Tensor, offsets: torch.Tensor | None) -
         )
     if offsets is None:
         return
-    _check_kind(f"cu_seqlens of {name}", offsets)
+    check_tensor(f"cu_seqlens of {name}", offsets)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens of {name} has dtype {offsets.dtype}; accepted: torch.int32")
     if offsets.ndim != 1 or not len(offsets) or offsets.device != tensor.device:

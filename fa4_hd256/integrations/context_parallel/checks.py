@@ -13,6 +13,7 @@ from ...call import named_configs
 from ...call.checks import check_entries_of_mask, check_kinds, check_lists, check_mask_options
 from ...call.forward_problem import Problem, operands_of
 from ...call.functions.tensors import functions_of_keys
+from ...call.memory import check_device
 from ...call.operator_arguments import ForwardTensors, with_batch
 from ...call.options import BY_RULE, Options, flags_of
 from ...call.tile_mask import TileMask
@@ -123,8 +124,7 @@ def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -
             f"{rows} of both, the rows of all ranks"
         )
     check_entries_of_mask(mask.tiles.shape[0], mask.tiles.shape[1], q)
-    if mask.device != q.device:
-        raise ValueError(f"block_mask is on {mask.device}; accepted: {q.device}, like q")
+    check_device("block_mask", mask.device, q.device, "q")
     return mask
 
 

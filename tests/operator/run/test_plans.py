@@ -616,8 +616,9 @@ def test_what_kernels_alone_use_is_one_allocation(launched, monkeypatch):
     expected = gradients(case, inputs, {"causal": True}, dout)
     begins, together = [], execute._together
 
-    def unfilled(plan, allocations):
-        found = together(plan, [replace(one, fills=()) for one in allocations])
+    def unfilled(plan):
+        bare = tuple(replace(one, fills=()) for one in plan.allocations)
+        found = together(replace(plan, allocations=bare))
         begins.append(found[1])
         return found
 
