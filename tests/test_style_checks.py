@@ -132,33 +132,23 @@ def test_a_copy_of_a_file_is_named(checkout):
     ("Of which", "Of"), ("What", "What"), ("whether", "whether"), ("(what, where)", "what"),
     ("`As", "As"), ("Those", "Those"), ("The same", "The same"), ("It", "It"), ("This:", "This"),
 ])  # fmt: skip
-def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch, opening, word):
-    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
+def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, opening, word):
     (checkout / "bench/a.py").write_text(f'def f():\n    """{opening} rows have."""\n')
     (message,) = style.openings(checkout)
-    assert message.startswith("1 docstrings of bench begin with a fragment, at most 0 may: with a ")
     begun = " ".join(f"{opening} rows have.".split()[:4])
-    assert message.endswith(f"name the thing: bench/a.py:2: '{begun}' by '{word}'")
+    assert message.startswith(f"bench/a.py:2: '{begun}' begins with '{word}'")
 
 
 @pytest.mark.parametrize("opening", [
     "Return", "Rows", "This module's", "Assert", "Thesis", "The device", "(rows, columns)",
 ])  # fmt: skip
-def test_a_docstring_that_names_the_thing_is_not(checkout, monkeypatch, opening):
-    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
+def test_a_docstring_that_names_the_thing_is_not(checkout, opening):
     (checkout / "bench/a.py").write_text(f'"""{opening} rows have."""\n')
     assert style.openings(checkout) == []
 
 
-def test_fragments_up_to_the_ceiling_are_left(checkout, monkeypatch):
-    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 1})
-    (checkout / "bench/a.py").write_text('"""What rows have."""\n')
-    assert style.openings(checkout) == []
-
-
 @pytest.mark.parametrize("text", ["See `f`.", "As `a.f`", "like f."])
-def test_a_docstring_that_only_refers_is_named(checkout, monkeypatch, text):
-    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 1})
+def test_a_docstring_that_only_refers_is_named(checkout, text):
     (checkout / "bench/a.py").write_text(f'"""{text}"""\n')
     (checkout / "bench/b.py").write_text('"""Return the sum; see `f`."""\n')
     expected = f"bench/a.py:1: '{text}' refers to another docstring; write or delete it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import time
@@ -44,15 +43,11 @@ def commit_of(root: Path) -> str:
 def environment() -> dict[str, str]:
     """Versions of what results depend on, the commit of a checkout, the time in UTC."""
     from bench.peers.flash_attn_4 import PACKAGE
-    from fa4_hd256.run.bug_report import versions
+    from fa4_hd256.run.bug_report import version_of, versions
 
-    try:
-        theirs = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        theirs = "not installed"
     return {
         **versions(),
-        PACKAGE: theirs,
+        PACKAGE: version_of(PACKAGE),
         "commit": commit_of(ROOT),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -344,11 +344,17 @@ def _places_of_bits(mask: TileMask) -> torch.Tensor:
     place = torch.zeros(len(mask.bits), dtype=torch.int64, device=flat.device)
     place.scatter_(0, numbers, torch.arange(len(flat), device=flat.device))
     place[NOTHING] = 0
-    sizes, indices = mask.tiles.shape, []
-    for size in reversed(sizes):
-        indices.append(place % size)
-        place = place // size
-    return torch.stack(indices[::-1])
+    return torch.stack(_coordinates(place, mask.tiles.shape))
+
+
+def _coordinates(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Return the indices of flat numbers, one tensor per dimension. (What PyTorch has for it copies
+    the shape to the device, and so waits for it.)"""
+    indices = []
+    for size in reversed(shape):
+        indices.append(numbers % size)
+        numbers = numbers // size
+    return indices[::-1]
 
 
 def _places(is_partial: torch.Tensor) -> torch.Tensor:
@@ -414,11 +420,8 @@ def _evaluated(
     seqlen_q, seqlen_k = lengths
     for numbers in _chunks(len(places), places.device):
         start, chosen = numbers.start, places[numbers]
-        left, indices = chosen, []
-        for size in reversed(shape):
-            indices.append(left % size)
-            left = left // size
-        kv_tile, q_tile, head, batch = (index[:, None, None] for index in indices)
+        indices = _coordinates(chosen, shape)
+        batch, head, q_tile, kv_tile = (index[:, None, None] for index in indices)
         query = (q_tile * MASK_TILE + in_tile[:, None]).clamp(max=seqlen_q - 1)
         key = kv_tile * MASK_TILE + in_tile
         seen = evaluate(batch, head, query, key.clamp(max=seqlen_k - 1)) & (key < seqlen_k)

@@ -32,13 +32,15 @@ def describe() -> str:
 def versions() -> dict[str, str]:
     """Versions that a bug report needs."""
     names = ("torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
-    found = {"python": sys.version.split()[0], "fa4-hd256": package_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    own = {"python": sys.version.split()[0], "fa4-hd256": package_version()}
+    return own | {name: version_of(name) for name in names}
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _gpus() -> str:

@@ -163,17 +163,6 @@ PACKAGES = {
         *_KNOWN,
     ),
 }
-#: Packages -> docstrings that may begin with a fragment: at most 3 % of them. Only ever lower it.
-FRAGMENTS = {
-    "fa4_hd256": 0,
-    "schedulers": 0,
-    "softmax_emu": 0,
-    "sm100_sim": 0,
-    "bench": 0,
-    "lab": 0,
-    "tests": 0,
-    "examples": 0,
-}
 #: Openings that neither are a verb nor name a thing: question words, bare references, conjunctions.
 _FRAGMENT = re.compile(
     r"""[(`\[]?(
@@ -396,33 +385,26 @@ def imports_of_tests(root: Path) -> list[str]:
     return found
 
 
-def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:
-    """Yield (file:line, docstring) of each module, class and function of a package that has one."""
+def docstrings(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (file:line, docstring) of each module, class and function that has one."""
     for source in sources(root):
-        if known_as(source).split("/")[0] == package:
-            for node in ast.walk(ast.parse((root / source).read_text(), source)):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                    text = ast.get_docstring(node)
-                    if text:
-                        yield f"{source}:{node.body[0].lineno}", text
+        for node in ast.walk(ast.parse((root / source).read_text(), source)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{source}:{node.body[0].lineno}", text
 
 
 def openings(root: Path) -> list[str]:
-    """Packages with more fragments than `FRAGMENTS` allows; docstrings that only refer."""
+    """Docstrings that begin with a fragment (`_FRAGMENT`), and that only refer to another one."""
     found = []
-    for package, ceiling in FRAGMENTS.items():
-        begun = []
-        for where, text in docstrings(root, package):
-            if word := _FRAGMENT.match(text):
-                begun.append(f"{where}: '{' '.join(text.split()[:4])}' by {word[1]!r}")
-            if _REFERENCE.fullmatch(text):
-                found.append(f"{where}: '{text}' refers to another docstring; write or delete it")
-        if len(begun) > ceiling:
+    for where, text in docstrings(root):
+        if _REFERENCE.fullmatch(text):
+            found.append(f"{where}: '{text}' refers to another docstring; write or delete it")
+        elif word := _FRAGMENT.match(text):
+            begun = " ".join(text.split()[:4])
             found.append(
-                f"{len(begun)} docstrings of {package} begin with a fragment, at most {ceiling} "
-                "may: with a question word, a conjunction or a word that refers to nothing before "
-                "it (_FRAGMENT of tests/helpers/style.py). Begin with a verb, or name the thing: "
-                f"{', '.join(begun)}"
+                f"{where}: '{begun}' begins with {word[1]!r}; begin with a verb, or name the thing"
             )
     return found
 

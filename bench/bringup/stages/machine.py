@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -128,12 +127,9 @@ def _host() -> Outcome:
 
 
 def _versions() -> Outcome:
-    values = {}
-    for name in PACKAGES:
-        try:
-            values[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            values[name] = "not installed"
+    from fa4_hd256.run.bug_report import version_of
+
+    values = {name: version_of(name) for name in PACKAGES}
     text = ", ".join(f"{k} {v}" for k, v in values.items() if v != "not installed")
     return Outcome("measured", text, values)
 
