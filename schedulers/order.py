@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -77,7 +77,7 @@ class PackedBlocks(Carried):
     rows: int
     is_used: Any = False
 
-    CARRIED = ("offsets", "is_used")
+    CARRIED: ClassVar[tuple[str, ...]] = ("offsets", "is_used")
 
     def count(self, total_rows: Any, sequences: Any) -> Any:
         """Numbers in all, by the sum of the lengths."""

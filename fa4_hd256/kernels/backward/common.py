@@ -149,7 +149,8 @@ class BackwardEntry:
         q, k = operands[:2]
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         batch = sequences.num_batches(q)
-        problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), sequences)
+        problem = self.problem(scalars, (q, k), batch)
+        problem = self.in_a_row(problem, scalars, (q, k), sequences)
         loads = self.tma_tensors(operands, ds)
         tensors = BackwardKernelTensors(loads, stats, results, ds, optional)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
@@ -162,9 +163,10 @@ class BackwardEntry:
             min_blocks_per_mp=1,
         )
 
-    def _in_a_row(
+    def in_a_row(
         self,
         problem: TileProblem,
+        scalars: CallScalars,
         operands: tuple[cute.Tensor, ...],
         sequences: SequenceTensors,
     ) -> TileProblem:

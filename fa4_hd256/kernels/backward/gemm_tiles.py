@@ -9,6 +9,11 @@ t in either.  Tiles of the two kinds alternate in the order of the launch, so th
 side by side, and the second reading finds in L2 what the first brought.  L2 holds what all tiles
 read in some ten steps, so heads alternate only as far as they begin together
 (`GemmOrder.parts_at_once`).
+
+NOTE [tiles in a row].  Of packed sequences each would have tiles for the longest one.  Where that
+is more, a kernel may number the tiles of one sequence after those of the other (`PackedTiles`), as
+`schedulers.order`, NOTE [blocks in a row], does blocks.  A sequence's tiles are then as many as
+there is room for its own blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...schedulers.carried import Carried
-from ...schedulers.order import TileProblem, select
+from ...schedulers.order import PackedBlocks, TileProblem, maximum, select
 from ..mask.masking import MaskKind
 from ..plan.edges import SharedByReference
 from .block_mask import BlockList, least_section
@@ -87,6 +92,49 @@ class GemmOrder(SharedByReference):
         if not isinstance(of_keys, bool):
             of_keys = Boolean(of_keys)
         return of_keys, select(of_keys, key_block, query_block), head
+
+
+@dataclass(frozen=True)
+class PackedTiles(PackedBlocks):
+    """Tiles of packed sequences, of a part of a KV head's query heads, numbered one sequence after
+    the other: NOTE [tiles in a row].
+
+    offsets: where keys begin. offsets_q: (sequences + 1,) where queries begin. heads: query heads
+    of a part.
+    """
+
+    offsets_q: Any = None
+    heads: Any = 1
+
+    CARRIED = ("offsets", "is_used", "offsets_q", "heads")
+
+    def count(self, total_rows: Any, sequences: Any) -> Any:
+        """Numbers in all. total_rows: (keys, queries) of all sequences."""
+        keys, queries = (super(PackedTiles, self).count(rows, sequences) for rows in total_rows)
+        return keys + self.heads * queries
+
+    def begin(self, sequence: Any) -> Any:
+        return super().begin(sequence) + self.heads * self._first_query_block(sequence)
+
+    def _first_query_block(self, sequence: Any) -> Any:
+        return self.offsets_q[sequence] // self.rows + sequence
+
+    def blocks(self, sequence: Any) -> tuple[Any, Any]:
+        """Return (blocks of keys, blocks of queries) of a sequence. Offsets that do not ascend give
+        one of each at least."""
+        firsts = super().begin, self._first_query_block
+        return tuple(maximum(first(sequence + 1) - first(sequence), 1) for first in firsts)
+
+
+@cute.jit
+def _blocks_of(
+    packed: PackedTiles, sequence: Int32, of_longest: tuple[Int32, Int32]
+) -> tuple[Int32, Int32]:
+    """Blocks of keys and of queries that a sequence has tiles for."""
+    blocks_k, blocks_q = of_longest
+    if packed.is_used != 0:
+        blocks_k, blocks_q = packed.blocks(sequence)
+    return blocks_k, blocks_q
 
 
 @dataclass(frozen=True)
@@ -168,13 +216,38 @@ class GemmTiles:
         last = order.parts_at_last(scalars.clusters)
         return TileProblem(order.num_tiles, heads, batch, section, last_heads=last)
 
+    def in_a_row(
+        self,
+        problem: TileProblem,
+        scalars: Any,
+        operands: tuple[cute.Tensor, ...],
+        offsets: tuple[cute.Tensor, cute.Tensor],
+    ) -> TileProblem:
+        """Return the problem with NOTE [tiles in a row]. offsets: where queries and keys of packed
+        sequences begin."""
+        q, k = operands
+        heads_kv = cute.size(k, mode=[2])
+        heads = Int32(heads_per_part(scalars, cute.size(q, mode=[2]) // heads_kv))
+        packed = PackedTiles(offsets[1], DS_BLOCK, offsets_q=offsets[0], heads=heads)
+        return problem.in_a_row(packed, (cute.size(k, mode=[0]), cute.size(q, mode=[0])))
+
     def _order(self, scalars: Any, heads_per_kv: Any) -> GemmOrder:
         lengths = scalars.max_seqlen_k, scalars.max_seqlen_q
         heads = heads_per_part(scalars, heads_per_kv)
         return GemmOrder.of(*lengths, heads, self.problem_class.mask)
 
-    def tile(self, context: Context, work: Any) -> ResultTile:
+    def _order_of(self, context: Context, work: Any) -> GemmOrder:
+        """Return the tiles of a part in the work tile's sequence."""
         order = self._order(context.scalars, context.heads_per_kv)
+        packed: Any = context.order.packed
+        if packed is None:
+            return order
+        of_longest = Int32(order.blocks_k), Int32(order.blocks_q)
+        blocks_k, blocks_q = _blocks_of(packed, work.batch, of_longest)
+        return replace(order, blocks_k=blocks_k, blocks_q=blocks_q)
+
+    def tile(self, context: Context, work: Any) -> ResultTile:
+        order = self._order_of(context, work)
         of_keys, block, nth = order.tile(work.block)
         first_head, num_heads = heads_of_part(context, work.head)
         return ResultTile(

@@ -14,15 +14,17 @@ from fa4_hd256.check import reference
 
 #: A long one at each end, none, one row, and more of them than a warp has lanes.
 LENGTHS = (300, 1, 0, 17, 130, 260, 5, *[2] * 40, 129)
+#: More keys than queries, fewer, or none of either.
+KEYS = (130, 260, 5, 300, 1, 0, 17, *[2] * 40, 129)
 
 
-def packed(heads, device):
-    """Return (q, k, v; other arguments by name) of sequences with as many keys as queries."""
-    tensors = tuple(torch.randn(sum(LENGTHS), h, 256).to(device, torch.bfloat16)
-                    for h in (heads[0], heads[1], heads[1]))  # fmt: skip
-    cu_seqlens, longest = offsets(LENGTHS, device), max(LENGTHS)
-    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return tensors, {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **lengths}
+def packed(heads, device, keys=LENGTHS):
+    """Return (q, k, v; other arguments by name) of sequences. keys: of each of them."""
+    sides = (LENGTHS, heads[0]), (keys, heads[1]), (keys, heads[1])
+    tensors = tuple(torch.randn(sum(of), h, 256).to(device, torch.bfloat16) for of, h in sides)
+    of_q, of_k = offsets(LENGTHS, device), offsets(keys, device)
+    lengths = {"max_seqlen_q": max(LENGTHS), "max_seqlen_k": max(keys)}
+    return tensors, {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, **lengths}
 
 
 def attend(heads, device, **options):
@@ -62,15 +64,29 @@ def test_full_attention_and_windows(device):
 def test_gradients(device, use_clc, monkeypatch, memory):
     if memory is not None:
         monkeypatch.setenv("FA4_HD256_DS_BYTES", memory)
-    tensors, lengths = packed((2, 1), device)
+    has_gradients((2, 1), device, LENGTHS, causal=True, use_clc=use_clc)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.sampled
+def test_gradients_with_other_lengths_of_keys(device, causal):
+    """Offsets of queries and of keys give the tiles of dQ and of dK."""
+    has_gradients((2, 1), device, KEYS, causal=causal)
+
+
+def has_gradients(heads, device, keys, **options):
+    """Check the gradients of each sequence. keys: of each of them."""
+    tensors, lengths = packed(heads, device, keys)
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    out = flash_attn_varlen_func(*leaves, **lengths, causal=True, use_clc=use_clc)
+    out = flash_attn_varlen_func(*leaves, **lengths, **options)
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, leaves, dout)
-    for begin, end in itertools.pairwise(offsets(LENGTHS).tolist()):
-        rows = slice(begin, end)
-        if end - begin > 16:  # of a few rows PyTorch's own error is often next to none
-            own = {name: gradient[rows][None] for name, gradient in zip("qkv", found)}
-            given = tuple(tensor.detach()[rows][None] for tensor in tensors)
-            accurate(own, given, dout[rows][None], causal=True)
-        assert all(gradient[rows].isfinite().all() for gradient in found)
+    sides = (itertools.pairwise(offsets(of).tolist()) for of in (LENGTHS, keys))
+    for of_q, of_k in zip(*sides, strict=True):
+        rows, *_ = of_each = tuple(slice(*of) for of in (of_q, of_k, of_k))
+        few = min(end - begin for begin, end in (of_q, of_k))
+        if few > 16:  # of a few rows PyTorch's own error is often next to none
+            own = {name: one[of][None] for name, one, of in zip("qkv", found, of_each)}
+            given = tuple(tensor.detach()[of][None] for tensor, of in zip(tensors, of_each))
+            accurate(own, given, dout[rows][None], causal=options["causal"])
+        assert all(one[of].isfinite().all() for one, of in zip(found, of_each))

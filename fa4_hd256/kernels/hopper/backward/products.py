@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ....schedulers.order import TileProblem
 from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext as Context
 from ...backward.ds_tiles import (
@@ -42,9 +43,9 @@ from ...context import CLAIM_STEPS, KernelParts, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingRecord
-from ...problem_class import GradientClass, ProblemClass
+from ...problem_class import CallScalars, GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import Sequence
+from ...rows.sequences import Sequence, SequenceTensors
 from ..instructions import (
     ROWS,
     WgmmaShape,
@@ -88,6 +89,18 @@ class ProductsKernel(HopperBackward):
     ) -> None:
         super().__init__(config, gradient_class, parts)
         self.tiles = LaunchTiles(self.problem_class)
+
+    def in_a_row(
+        self,
+        problem: TileProblem,
+        scalars: CallScalars,
+        operands: tuple[cute.Tensor, ...],
+        sequences: SequenceTensors,
+    ) -> TileProblem:
+        offsets = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+        if None in offsets:
+            return problem
+        return self.tiles.in_a_row(problem, scalars, operands, offsets)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         plan, ds = self.plan, memory.region("ds", self.dtype, 1024)

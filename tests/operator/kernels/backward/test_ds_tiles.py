@@ -8,6 +8,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fa4_hd256.kernels.backward.ds_tiles import (
     DS_TILE_ELEMENTS,
@@ -18,7 +20,7 @@ from fa4_hd256.kernels.backward.ds_tiles import (
     first_unit,
     tile_strides,
 )
-from fa4_hd256.kernels.backward.gemm_tiles import GemmOrder
+from fa4_hd256.kernels.backward.gemm_tiles import GemmOrder, PackedTiles
 from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.kernels.mask.windows import Reach
 
@@ -172,3 +174,38 @@ def test_tiles_that_share_ds_are_at_work_at_once(blocks, heads):
     assert parts == 1 or parts * len(take_turns) <= 66
     assert (parts + 1) * len(take_turns) > 66 or heads == 1
     assert order.parts_at_last(66) * len(take_turns) >= 66
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 1100), st.integers(0, 1100)), min_size=1, max_size=9),
+    heads=st.integers(1, 3),
+    mask=st.sampled_from([MaskKind(False, False), MaskKind(False, True), MaskKind(True, True)]),
+)
+def test_tiles_in_a_row(lengths, heads, mask):
+    """Every block of keys of a sequence, and of queries for each head, is one tile; beside these
+    there is at most one empty block of either."""
+    offsets = [[0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True)]
+    queries, keys = offsets
+    packed = PackedTiles(keys, 256, offsets_q=queries, heads=heads, is_used=True)
+    count = packed.count((keys[-1], queries[-1]), len(lengths))
+    found: dict[int, list] = {}
+    for number in range(count):
+        in_sequence, sequence = packed.locate(number)
+        order = GemmOrder(*packed.blocks(sequence), heads, mask)
+        assert 0 <= in_sequence < order.num_tiles
+        found.setdefault(sequence, []).append(order.tile(in_sequence))
+    for sequence, (seqlen_q, seqlen_k) in enumerate(lengths):
+        blocks_k, blocks_q = packed.blocks(sequence)
+        assert blocks_k - -(-seqlen_k // 256) in (0, 1) and blocks_q - -(-seqlen_q // 256) in (0, 1)
+        tiles = [
+            (of_keys, block, 0 if of_keys else head) for of_keys, block, head in found[sequence]
+        ]
+        of_queries = itertools.product([False], range(blocks_q), range(heads))
+        assert sorted(tiles) == sorted(
+            [*((True, block, 0) for block in range(blocks_k)), *of_queries]
+        )
+
+
+def test_offsets_that_do_not_ascend_leave_blocks():
+    packed = PackedTiles([0, 900, 300], 256, offsets_q=[0, 900, 300], heads=2, is_used=True)
+    assert packed.blocks(1) == (1, 1)
