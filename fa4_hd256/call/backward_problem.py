@@ -10,10 +10,12 @@ from ..kernels.backward import mxfp8_ds
 from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
+from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import OF_BLOCKS, GradientClass
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.backward_preprocess import PreprocessClass
+from ..schedulers.order import TileProblem, section_heads_for
 from .checks import check_gradients
 from .forward_problem import Problem, is_masked
 from .memory import without_expanded_heads
@@ -185,7 +187,9 @@ class BackwardProblem:
         launch = replace(forward, sequences=sequences)
         tiles = heads_kv * count_key_tiles(launch, self.k_shape, kernel.keys)
         steps = -(-band // kernel.queries)
-        return choose_head_parts((tiles, steps), self.group, gpu, mean, kernel)
+        pairs = 0 if forward.ragged else heads_kv * sequences
+        work = KeyWork(tiles, steps, mean, pairs, forward.max_seqlen_q)
+        return choose_head_parts(work, self.group, gpu, kernel)
 
     @property
     def has_no_queries(self) -> bool:
@@ -204,27 +208,41 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> in
     return min(padded, k_shape[1] // keys + problem.sequences)
 
 
-def choose_head_parts(
-    work: tuple[int, int], group: int, gpu: Gpu, mean: float, kernel: KeyKernel
-) -> int:
+@dataclass(frozen=True)
+class KeyWork:
+    """Tiles of keys of a launch, by which its parts are chosen.
+
+    tiles: of all KV heads and sequences. steps: at most, that a tile passes for each query head.
+    mean: steps of a tile on average, over those of the longest; 1 where all are alike. pairs: KV
+    heads times sequences of equal length, 0 where lengths differ. rows: queries of a sequence.
+    """
+
+    tiles: int
+    steps: int
+    mean: float = 1.0
+    pairs: int = 0
+    rows: int = 0
+
+
+def choose_head_parts(work: KeyWork, group: int, gpu: Gpu, kernel: KeyKernel) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
-    More parts fill the clusters better, but each writes its own dK and dV. work: tiles of keys, of
-    all key/value heads and sequences; steps, at most, that a tile passes for each query head.
-    group: query heads of one key/value head. mean: steps of a tile on average, over those of the
-    longest; 1 where all are alike. Returns 1 .. group; no part is empty when each but the last has
+    More parts fill the clusters better, but each writes its own dK and dV. group: query heads of
+    one key/value head. Returns 1 .. group; no part is empty when each but the last has
     ceil(group / parts) heads.
     """
-    (tiles, steps), clusters = work, gpu.clusters(kernel.cluster)
+    clusters = gpu.clusters(kernel.cluster)
     # Of the whole GPU's bandwidth, in the time of a step.
     part_cost = kernel.part_bytes / (gpu.hbm_bytes_per_second * kernel.seconds)
 
     def estimate(parts: int) -> float:
-        count, longest = tiles * parts, -(-group // parts) * steps
-        if mean < 1:
-            # Who draws a long one last ends later by more, the more they differ: fitted to an H200.
-            ends = count / clusters * (longest * mean + kernel.overhead)
-            ends += 2 * (1 - mean) * longest
+        heads = -(-group // parts)
+        count, longest = work.tiles * parts, heads * work.steps
+        if work.mean < 1:
+            ends = count / clusters * (longest * work.mean + kernel.overhead)
+            ends += _wait_for_longest(work, parts, heads, gpu, kernel)
+            if kernel.by_sections:
+                ends = max(ends, longest + kernel.overhead)
         else:
             ends = -(-count // clusters) * (longest + kernel.overhead)
         # Of the products only the longest tile, a part's dK, depends on the parts: half of it is
@@ -234,3 +252,29 @@ def choose_head_parts(
 
     parts = min(range(1, group + 1), key=estimate)
     return -(-group // -(-group // parts))
+
+
+def _wait_for_longest(work: KeyWork, parts: int, heads: int, gpu: Gpu, kernel: KeyKernel) -> float:
+    """Steps by which tiles of different lengths end later than equal shares of them would.
+
+    heads: query heads of a part. The last section of a launch begins with its longest tiles, while
+    tiles of the section before are at work. So one of them is waited for where both sections
+    together have less than it for each cluster. Of ragged sequences half of it is.
+    """
+    longest = heads * work.steps
+    if not kernel.by_sections:
+        # Who draws a long one last ends later by more, the more they differ.
+        return 2 * (1 - work.mean) * longest
+    if not work.pairs or not work.tiles:
+        return (1 - work.mean) * longest
+    blocks, pairs = work.tiles // work.pairs, work.pairs * parts
+    section = section_heads_for(
+        num_heads_per_kv=1,
+        num_pairs=pairs,
+        kv_bytes_per_head=work.rows * heads * 4 * HEAD_DIM,
+        l2_bytes=gpu.l2_bytes_for_tiles,
+        unequal_lengths=True,
+    )
+    last = pairs - TileProblem(blocks, pairs, 1, section).order().last_pair
+    share = last * blocks * work.mean / gpu.clusters(kernel.cluster)
+    return max(0.0, 1 - 2 * share) * longest

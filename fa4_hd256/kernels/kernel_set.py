@@ -32,7 +32,8 @@ class KeyKernel:
     keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
     beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.
     products: what the MMAs of a stored dS take of a step, each, in steps. cluster: CTAs that work
-    on a tile.
+    on a tile. by_sections: the wait for the longest tiles follows from the sections of a launch, as
+    measured; otherwise from the mean of tiles alone, as modelled.
     """
 
     keys: int
@@ -42,6 +43,7 @@ class KeyKernel:
     part_bytes: float
     products: float = 0.0
     cluster: int = 2
+    by_sections: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from ...architectures import named
 from ..backward.ds_tiles import DS_BLOCK
 from ..forward.tiles import ForwardTiles
 from ..kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
+from ..limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from .decode.config import DECODE_E4M3, DECODE_NVFP4
 from .forward.config import DECODE, MASKED, ForwardConfig
 from .forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
@@ -15,9 +16,14 @@ from .forward.e4m3.config import E4m3ForwardConfig, E4m3ForwardWarpPlan
 BACKWARD_CTAS = 2  # of a cluster
 STEP_QUERIES = 64
 
-# Steps as measured on an H200 (lab/notes.md): dV and dS at 600 TFLOPS, a GEMM of dS at 640; dK
-# and dV by themselves at the same rate, with five GEMMs.
-STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 1.2e6, products=0.31)
+#: Bytes of a part's dK and dV of a tile: read by the sum in float32, and written with as many more
+#: as float32 has beside 16 bits.
+PART_BYTES = 2 * DS_BLOCK * HEAD_DIM * (2 * FLOAT_BYTES - ELEMENT_BYTES)
+
+# As measured on an H200 (lab/notes.md): a step of dV and dS takes 3,850 clocks at 1,690 MHz, a GEMM
+# of dS a third of it, and the start and end of a tile of both kernels three steps; dK and dV by
+# themselves at the rate of 600 TFLOPS, with five GEMMs.
+STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.3e-6, 3.0, PART_BYTES, products=0.31, by_sections=True)
 RECOMPUTED = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
 
 SHORT_COST = 1.024  # of a key in a short step, over that in a long one

@@ -10,7 +10,7 @@ import torch
 from gpus import gpu
 
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.call.backward_problem import choose_head_parts
+from fa4_hd256.call.backward_problem import KeyWork, choose_head_parts
 from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
@@ -186,11 +186,11 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_head_parts((tiles, 2), 16, whole, 0.5, RECOMPUTED) == choose_head_parts(
-            (tiles // 7, 2), 16, part, 0.5, RECOMPUTED
-        )
+        whole_work, part_work = (KeyWork(count, 2, 0.5) for count in (tiles, tiles // 7))
+        parts = choose_head_parts(part_work, 16, part, RECOMPUTED)
+        assert choose_head_parts(whole_work, 16, whole, RECOMPUTED) == parts
     slow = replace(part, hbm_bytes_per_second=1e9)
-    assert choose_head_parts((1, 2), 16, slow, 0.5, RECOMPUTED) == 1
+    assert choose_head_parts(KeyWork(1, 2, 0.5), 16, slow, RECOMPUTED) == 1
 
 
 class Failing:
