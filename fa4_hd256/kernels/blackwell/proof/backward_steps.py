@@ -50,6 +50,38 @@ def _drained(*actions: Action) -> Act:
     return Act(actions, FIRST, of_tile_before=True)
 
 
+def _pieces(
+    product: str, a: Action, passing: str, result: Action, *waits: str, pieces: int = PIECES
+) -> list[Action]:
+    """Return acts of an MMA of rows that pass by pieces.  waits: edges of the first one."""
+    found: list[Action] = []
+    for piece in range(pieces):
+        made = result if piece == 0 else extend(result.where, result.content)
+        found += map(wait, waits if piece == 0 else ("ring_loaded",))
+        found += multiply(product, a, read("ring", passing, piece), made), arrive("ring_free")
+    return found
+
+
+def _scores(
+    product: str, stays: str, passing: str, ring: str, *waits: str, pieces: int = PIECES
+) -> tuple[Act, ...]:
+    """Rows that stay, times rows that pass: S = Q K^T or dP = dO V^T, or transposed, a step ahead.
+    ring: of the result.  waits: edges that say that the result, or the place of its scales, may be
+    overwritten, none where the MMAs' order does."""
+    kept = "dout" if stays == "dO" else stays.lower()
+    operands = read(kept, stays), passing, write(ring, product)
+    gemm = _pieces(product, *operands, *waits, "ring_loaded", pieces=pieces)
+    return (
+        _ahead(wait(f"{kept}_loaded"), when=FIRST),
+        _ahead(*gemm, arrive(f"{ring}_done")),
+        _ahead(arrive(f"{kept}_free"), when=LAST),
+    )
+
+
+def _passes(content: str, pieces: int = PIECES) -> Action:
+    return fill("ring", content, pieces=pieces)
+
+
 _DQ_LOADED = loaded("q"), loaded("dout"), loaded("ring")
 
 DQ_STEPS = StepTable(
@@ -71,15 +103,7 @@ DQ_STEPS = StepTable(
             rings=_DQ_LOADED,
         ),
         _mma(
-            _ahead(wait("q_loaded"), when=FIRST),
-            _ahead(
-                wait("s_free"),
-                wait("ring_loaded"),
-                multiply("S", read("q", "Q"), read("ring", "K"), write("s", "S")),
-                arrive("ring_free"),
-                arrive("s_done"),
-            ),
-            _ahead(arrive("q_free"), when=LAST),
+            *_scores("S", "Q", "K", "s", "s_free", pieces=1),
             act(wait("dq_free"), when=FIRST),
             act(
                 wait("ring_loaded"),
@@ -88,14 +112,7 @@ DQ_STEPS = StepTable(
                 arrive("ring_free"),
             ),
             act(arrive("dq_done"), when=LAST),
-            _ahead(wait("dout_loaded"), when=FIRST),
-            _ahead(
-                wait("ring_loaded"),
-                multiply("dP", read("dout", "dO"), read("ring", "V"), write("dp", "dP")),
-                arrive("ring_free"),
-                arrive("dp_done"),
-            ),
-            _ahead(arrive("dout_free"), when=LAST),
+            *_scores("dP", "dO", "V", "dp", pieces=1),
             ends=("s_free", "dq_free"),
         ),
         Role(
@@ -112,36 +129,14 @@ DQ_STEPS = StepTable(
 #: K and V, which stay for a tile, and Q and dO, which pass.
 _OPERANDS = loaded("k"), loaded("v"), loaded("ring")
 
-
-def _pieces(product: str, a: Action, passing: str, result: Action, *waits: str) -> list[Action]:
-    """Return acts of an MMA of rows that pass by pieces.  waits: edges of the first one."""
-    found: list[Action] = []
-    for piece in range(PIECES):
-        made = result if piece == 0 else extend(result.where, result.content)
-        found += map(wait, waits if piece == 0 else ("ring_loaded",))
-        found += multiply(product, a, read("ring", passing, piece), made), arrive("ring_free")
-    return found
-
-
-def _of_keys(product: str, keys: str, passing: str, ring: str, *waits: str) -> tuple[Act, ...]:
-    """Keys that stay, times rows that pass: S^T = K Q^T or dP^T = V dO^T, a step ahead.  ring: of
-    the result.  waits: edges that say that the result may be overwritten, none where the MMAs'
-    order does."""
-    kept = keys.lower()
-    result = write(ring, product)
-    gemm = _pieces(product, read(kept, keys), passing, result, *waits, "ring_loaded")
-    return (
-        _ahead(wait(f"{kept}_loaded"), when=FIRST),
-        _ahead(*gemm, arrive(f"{ring}_done")),
-        _ahead(arrive(f"{kept}_free"), when=LAST),
-    )
-
-
-def _passes(content: str) -> Action:
-    return fill("ring", content, pieces=PIECES)
-
-
 _DKDV_LOADED = *_OPERANDS, loaded("lse"), loaded("delta")
+
+
+def _weighted(result: str, weights: str, passing: str) -> Act:
+    operands = read("weights", weights), passing, add("sums", result)
+    gemm = _pieces(result, *operands, "weights_done", "ring_loaded")
+    return act(*gemm, arrive("weights_free"))
+
 
 DKDV_STEPS = StepTable(
     rings=(
@@ -162,23 +157,11 @@ DKDV_STEPS = StepTable(
             rings=_DKDV_LOADED,
         ),
         _mma(
-            *_of_keys("S", "K", "Q", "s", "s_free"),
+            *_scores("S", "K", "Q", "s", "s_free"),
             act(wait("sums_free"), when=FIRST),
-            act(
-                *_pieces(
-                    "dV", read("weights", "P"), "dOc", add("sums", "dV"),
-                    "weights_done", "ring_loaded",
-                ),
-                arrive("weights_free"),
-            ),
-            *_of_keys("dP", "V", "dO", "dp", "dp_free"),
-            act(
-                *_pieces(
-                    "dK", read("weights", "dS"), "Qc", add("sums", "dK"),
-                    "weights_done", "ring_loaded",
-                ),
-                arrive("weights_free"),
-            ),
+            _weighted("dV", "P", "dOc"),
+            *_scores("dP", "V", "dO", "dp", "dp_free"),
+            _weighted("dK", "dS", "Qc"),
             act(arrive("sums_done"), when=LAST),
             ends=("s_free", "dp_free", "sums_free"),
         ),
@@ -210,23 +193,7 @@ DKDV_STEPS = StepTable(
             ),
         ),
     ),
-)  # fmt: skip
-
-
-def _scaled(product: str, keys: str, passing: str, ring: str, read_by: str) -> tuple[Act, ...]:
-    """Like `_of_keys`, of rows in one piece.  read_by: the edge that frees the scales' place."""
-    kept = keys.lower()
-    return (
-        _ahead(wait(f"{kept}_loaded"), when=FIRST),
-        _ahead(
-            wait(read_by),
-            wait("ring_loaded"),
-            multiply(product, read(kept, keys), read("ring", passing), write(ring, product)),
-            arrive("ring_free"),
-            arrive(f"{ring}_done"),
-        ),
-        _ahead(arrive(f"{kept}_free"), when=LAST),
-    )
+)
 
 
 _DV_LOADED = *_OPERANDS, loaded("stats", "lse", "delta")
@@ -238,6 +205,23 @@ _DV_LAST_ACTS = (
     ),
 )
 
+
+def _dv_load(pieces: int) -> Role:
+    return _load(
+        _ahead(fill("k", "K"), when=FIRST),
+        _ahead(_passes("Q", pieces), fill("stats", "LSE", "delta")),
+        act(_passes("dOc", pieces)),
+        _ahead(fill("v", "V"), when=FIRST),
+        _ahead(_passes("dO", pieces)),
+        rings=_DV_LOADED,
+    )
+
+
+def _dv_sum(pieces: int) -> Act:
+    operands = read("p", "P"), "dOc", add("dv", "dV")
+    return act(*_pieces("dV", *operands, "ring_loaded", "p_done", pieces=pieces))
+
+
 DV_STEPS = StepTable(
     rings=(
         *_DV_LOADED,
@@ -248,20 +232,13 @@ DV_STEPS = StepTable(
         Ring("dv", full="dv_done", free="dv_free"),
     ),
     roles=(
-        _load(
-            _ahead(fill("k", "K"), when=FIRST),
-            _ahead(_passes("Q"), fill("stats", "LSE", "delta")),
-            act(_passes("dOc")),
-            _ahead(fill("v", "V"), when=FIRST),
-            _ahead(_passes("dO")),
-            rings=_DV_LOADED,
-        ),
+        _dv_load(PIECES),
         _mma(
-            *_of_keys("S", "K", "Q", "s", "s_free"),
+            *_scores("S", "K", "Q", "s", "s_free"),
             act(wait("dv_free"), when=FIRST),
-            act(*_pieces("dV", read("p", "P"), "dOc", add("dv", "dV"), "ring_loaded", "p_done")),
+            _dv_sum(PIECES),
             act(arrive("dv_done"), when=LAST),
-            *_of_keys("dP", "V", "dO", "dp"),
+            *_scores("dP", "V", "dO", "dp"),
             ends=("s_free", "dv_free"),
         ),
         Role(
@@ -291,25 +268,13 @@ DV_MXFP8_STEPS = StepTable(
         Ring("dv", full="dv_done", free="dv_free"),
     ),
     roles=(
-        _load(
-            _ahead(fill("k", "K"), when=FIRST),
-            _ahead(fill("ring", "Q"), fill("stats", "LSE", "delta")),
-            act(fill("ring", "dOc")),
-            _ahead(fill("v", "V"), when=FIRST),
-            _ahead(fill("ring", "dO")),
-            rings=_DV_LOADED,
-        ),
+        _dv_load(pieces=1),
         _mma(
-            *_scaled("S", "K", "Q", "s", "dp_free"),
+            *_scores("S", "K", "Q", "s", "dp_free", pieces=1),
             act(wait("dv_free"), when=FIRST),
-            act(
-                wait("ring_loaded"),
-                wait("p_done"),
-                multiply("dV", read("p", "P"), read("ring", "dOc"), add("dv", "dV")),
-                arrive("ring_free"),
-            ),
+            _dv_sum(pieces=1),
             act(arrive("dv_done"), when=LAST),
-            *_scaled("dP", "V", "dO", "dp", "s_free"),
+            *_scores("dP", "V", "dO", "dp", "s_free", pieces=1),
             ends=("dp_free", "dv_free"),
         ),
         Role(
