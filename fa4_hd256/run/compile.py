@@ -48,20 +48,13 @@ _files_lock = threading.RLock()
 _linking_lock = threading.RLock()
 
 
-@dataclass(frozen=True, eq=False)
-class Linked:
-    """A host object that has been linked: CuTe DSL's module, which owns the code, and the callable.
-    Whatever launches the kernel keeps it: the callable's C function owns nothing."""
-
-    module: Any
-    function: Any
-
-
 @dataclass
 class InProcess:
-    """State of a kernel in this process: its linked host object, and what has been done with it."""
+    """State of a kernel in this process, and what has been done with it. linked: its host object,
+    (CuTe DSL's module, the callable). Whatever launches the kernel keeps the module, which owns the
+    code: the callable's C function owns nothing."""
 
-    linked: Linked | None = None
+    linked: tuple[Any, Any] | None = None
     is_loaded: bool = False
     is_checked: bool = False
 
@@ -72,8 +65,7 @@ class CompiledKernel:
 
     On a GPU launches call what `load` returns. The simulator uses `artifacts`, `dump_to_object`,
     `function_name`, `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's
-    own object. `seconds` is what obtaining it took in this process, `compile_seconds` what
-    compiling took in whichever process did it.
+    own object. `seconds` is what obtaining it took in this process.
     """
 
     key: str
@@ -81,19 +73,13 @@ class CompiledKernel:
     artifacts: SimpleNamespace
     function_name: str
     object_prefix: str
-    compile_seconds: float
     from_disk: bool
     seconds: float
     in_process: InProcess = field(default_factory=InProcess, repr=False)
 
     @property
     def function(self) -> Any:
-        """CuTe DSL's callable, linked from the host object."""
-        return self.linked.function
-
-    @property
-    def linked(self) -> Linked:
-        """The host object in this process, linked once whichever threads ask for it first.
+        """CuTe DSL's callable, linked from the host object once whichever threads ask for it first.
         `functools.cached_property` has no lock from Python 3.12 on. Two threads would link twice,
         and one library would be unloaded under the launch that uses it."""
         found = self.in_process.linked
@@ -102,9 +88,9 @@ class CompiledKernel:
                 found = self.in_process.linked
                 if found is None:
                     found = self.in_process.linked = self._link()
-        return found
+        return found[1]
 
-    def _link(self) -> Linked:
+    def _link(self) -> tuple[Any, Any]:
         import cutlass.cute as cute
 
         # A file of this process alone: the bytes that were checked are those that run.
@@ -112,7 +98,7 @@ class CompiledKernel:
             file.write(self.host_object)
             file.flush()
             module = cute.runtime.load_module(file.name)
-        return Linked(module, module[self.object_prefix])
+        return module, module[self.object_prefix]
 
     def load(self) -> Any:
         """Load it into the process's GPUs, and return CuTe DSL's callable for them. Raises
@@ -222,7 +208,6 @@ def _obtain(spec: KernelSpec) -> CompiledKernel:
         artifacts=SimpleNamespace(PTX=ptx.decode(), CUBIN=cubin),
         function_name=header["function_name"],
         object_prefix=header["object_prefix"],
-        compile_seconds=header["compile_seconds"],
         from_disk=how != "compiled",
         seconds=time.perf_counter() - start,
     )

@@ -65,8 +65,7 @@ def cache(tmp_path, monkeypatch):
     kept = compile.compile_kernel(SPEC)
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
     parts = [kept.host_object, kept.ptx.encode(), kept.cubin]
-    names = ("function_name", "object_prefix", "compile_seconds")
-    header = {name: getattr(kept, name) for name in names}
+    header = {name: getattr(kept, name) for name in ("function_name", "object_prefix")}
     keys.disk_cache().write(f"{kept.key}.kernel", header, parts)
     compile.forget()
     compile.counters.clear()

@@ -552,7 +552,7 @@ def test_compiling_while_a_graph_is_captured_is_refused(inputs, monkeypatch):
 def test_loading_while_a_graph_is_captured_is_refused(inputs, monkeypatch, spec):
     function = SimpleNamespace(to=lambda device: "loaded")
     found = replace(compile.compile_kernel(spec), in_process=compile.InProcess())
-    found.in_process.linked = compile.Linked(None, function)
+    found.in_process.linked = None, function
     monkeypatch.setattr(compile, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*not loaded"):
         found.load()
@@ -569,7 +569,7 @@ def test_a_kernel_whose_loading_failed_is_not_loaded(monkeypatch, spec):
         raise OSError("cudaErrorNoKernelImageForDevice")
 
     found = replace(compile.compile_kernel(spec), in_process=compile.InProcess())
-    found.in_process.linked = compile.Linked(None, SimpleNamespace(to=fail))
+    found.in_process.linked = None, SimpleNamespace(to=fail)
     with pytest.raises(OSError, match="NoKernelImage"):
         found.load()
     monkeypatch.setattr(compile, "is_capturing", lambda: True)
