@@ -309,10 +309,8 @@ def specs_of(
     )
     if TRAINING in needs.uses:
         trained = map(_of_one_row, _changed(_trained(model, needs, architecture), needs))
-        for problem in dict.fromkeys(trained):
+        for problem in (*dict.fromkeys(trained), *_trained_mxfp8(model, needs, architecture)):
             specs |= dict.fromkeys(_backwards(problem, model.heads_kv, where))
-        for problem in _trained_mxfp8(model, needs, architecture):
-            specs |= dict.fromkeys(_mxfp8_backwards(problem, model.heads_kv, where))
     return list(specs)
 
 
@@ -605,21 +603,17 @@ def _of_one_row(forward: Problem) -> Problem:
     )
 
 
-@functools.cache
-def _backward_config(architecture: Architecture, direction: str = "backward") -> Any:
-    return kernels_of(architecture).config(direction)()
-
-
 def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
-    """Yield the kernels with a stored dS and without, where a block mask does not require one, that
-    of packed sequences by lengths that are known, too; dK and dV in parts and not, the LSE's
-    gradient given or not."""
-    config = _backward_config(forward.architecture)
-    stored = (True,) if is_masked(forward.ragged) else (True, False)
+    """Yield the kernels with a stored dS and without, where a block mask or mxfp8 does not require
+    one, that of packed sequences by lengths that are known, too; dK and dV in parts and not, the
+    LSE's gradient given or not."""
+    is_mxfp8 = forward.descale == OF_BLOCKS
+    config = forward.kernels.config("mxfp8_backward" if is_mxfp8 else "backward")()
+    stored = (True,) if is_mxfp8 or is_masked(forward.ragged) else (True, False)
     choices = itertools.product(stored, (1, 2), (False, True))
     for keeps_ds, head_parts, lse_gradient in choices:
-        of_lengths = (DS_BEGINS,) if keeps_ds and forward.ragged == FORMS["packed"] else ()
-        for more in dict.fromkeys(((), of_lengths)):
+        has_begins = keeps_ds and not is_mxfp8 and forward.ragged == FORMS["packed"]
+        for more in ((), (DS_BEGINS,)) if has_begins else ((),):
             ragged_forward = replace(forward, ragged=(*forward.ragged, *more))
             form = lse_gradient, head_parts, keeps_ds
             division = _whole_division(ragged_forward, heads_kv, *form)
@@ -630,23 +624,6 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
                 views = _views(ragged_forward, problem.k_shape) | _of_gradients(problem)
                 add_division(builder, division, wanted, has_batch, views, config, gpu)
                 yield from builder.plan().specs
-
-
-def _mxfp8_backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
-    """Yield the kernels of gradients in mxfp8, in parts and not, with and without that of LSE."""
-    config = _backward_config(forward.architecture, "mxfp8_backward")
-    for head_parts, lse_gradient in itertools.product((1, 2), (False, True)):
-        division = _whole_division(forward, heads_kv, lse_gradient, head_parts, True)
-        problem = division.problem
-        views = _views(forward, problem.k_shape) | _of_gradients(problem)
-        for name in CODES:
-            shape = problem.k_shape if name[0] in "kv" else forward.q_shape
-            views[name] = View.contiguous(name, shape, E4M3)
-        views |= {name: _block_scales(name, forward, problem.k_shape) for name in SCALES}
-        builder = PlanBuilder(forward.device, {})
-        has_batch = dict.fromkeys("qkv", True)
-        add_division(builder, division, Wanted(), has_batch, views, config, gpu)
-        yield from builder.plan().specs
 
 
 def _whole_division(
@@ -668,4 +645,9 @@ def _of_gradients(problem: BackwardProblem) -> dict[str, View]:
     views = {name: View.contiguous(name, forward.q_shape, forward.dtype) for name in of_rows}
     for name in ("lse", "dlse") if problem.lse_gradient else ("lse",):
         views[name] = View.contiguous(name, forward.lse_shape, torch.float32)
+    if problem.is_mxfp8:
+        for name in CODES:
+            shape = problem.k_shape if name[0] in "kv" else forward.q_shape
+            views[name] = View.contiguous(name, shape, E4M3)
+        views |= {name: _block_scales(name, forward, problem.k_shape) for name in SCALES}
     return views
