@@ -489,15 +489,13 @@ def _attend_mxfp8(
     *inputs, given_out = tensors
     beside = {"out": given_out is not None, "return_max_logits": return_max_logits}
     refused = [name for name, is_given in beside.items() if is_given]
-    said = Call(*arguments)
-    own = said._replace(backward_config=None)
+    call = Call(*arguments)
 
     def run(out: torch.Tensor) -> Any:
-        return _find_and_run((*inputs, out), tuple(own), form, True, False)[1]
+        of_forward = tuple(call._replace(backward_config=None))
+        return _find_and_run((*inputs, out), of_forward, form, True, False)[1]
 
-    of_call = ForwardTensors(*inputs)
-    call = mxfp8.described_call(given, of_call, own, said.backward_config, run, refused)
-    out, lse = mxfp8.attend(call)
+    out, lse = mxfp8.attend(given, ForwardTensors(*inputs), call, run, refused)
     return (out, lse) if return_lse else out
 
 

@@ -42,18 +42,17 @@ class Mxfp8Call(NamedTuple):
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
-def described_call(
+def attend(
     given: Any,
     tensors: ForwardTensors,
     arguments: Call,
-    backward_config: Any,
-    run: Callable[[torch.Tensor], Any],
-    beside: Sequence[str] = (),
-) -> Mxfp8Call:
-    """Return a call with gradients, checked. given: the user's mxfp8_gradients. arguments: without
-    the backward_config, which is not that of calls in 16 bits. beside: names of arguments that have
-    no gradients and are given. Raises TypeError or ValueError for what does not fit,
-    NotImplementedError for what is not offered."""
+    run: Callable[[torch.Tensor], torch.Tensor],
+    beside: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), typed like the tensors that gradients flow to. given: the user's
+    mxfp8_gradients. run: as of `Mxfp8Call`. beside: names of arguments that have no gradients and
+    are given. Raises TypeError or ValueError for what does not fit, NotImplementedError for what is
+    not offered."""
     if is_intercepted():
         raise NotImplementedError(
             "mxfp8_gradients inside torch.compile, torch.func or a mode: not offered; accepted: "
@@ -64,7 +63,8 @@ def described_call(
             f"mxfp8_gradients is a {type(given).__name__}; accepted: that of "
             "fa4_hd256.quantize.quantize_mxfp8_training"
         )
-    values = arguments.values(tensors)
+    # The backward's configuration is not that of calls in 16 bits.
+    values = arguments._replace(backward_config=None).values(tensors)
     refuse_others(tensors, values, beside)
     check_given(given, tensors)
     # Gradients flow to the tensors that were quantized, which have no scales.
@@ -73,16 +73,11 @@ def described_call(
     kernels = kernels_of(architecture_of(tensors.q.device))
     kernels.backward_set(is_mxfp8=True)
     kind = kernels.config("mxfp8_backward")
-    config = named_configs.encode(backward_config, kind, said="backward_config")
+    config = named_configs.encode(arguments.backward_config, kind, said="backward_config")
     values = values._replace(use_clc=values.backward_use_clc, config=config)
-    return Mxfp8Call(tensors, given, values, run)
-
-
-def attend(call: Mxfp8Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), typed like the tensors that gradients flow to."""
-    exact = call.given[:3]
-    if are_differentiated(exact):
-        found: tuple[torch.Tensor, torch.Tensor] = _Mxfp8Attention.apply(call, *exact)
+    call = Mxfp8Call(tensors, given, values, run)
+    if are_differentiated(given[:3]):
+        found: tuple[torch.Tensor, torch.Tensor] = _Mxfp8Attention.apply(call, *given[:3])
         return found
     return _forward(call)
 
