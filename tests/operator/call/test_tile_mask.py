@@ -512,7 +512,7 @@ OF_8 = masks.from_dense(torch.ones(8, 8) > 0)
         (lambda: masks.sliding_window(2, 8, first_tokens=-1), ValueError, "first_tokens is -1"),
         (lambda: masks.documents(ONE.to_sparse()), ValueError, "ids is nested or of layout"),
         (lambda: masks.documents(ONE * 1j), TypeError, "ids is torch.complex64"),
-        (lambda: masks.documents(ONE, causal=1), TypeError, "causal is 1; accepted: True or"),
+        (lambda: masks.documents(ONE, causal=1), TypeError, "causal must be True or False"),
         (lambda: masks.documents(ONE, window="3"), TypeError, "window is '3'"),
         (lambda: masks.bidirectional_blocks([1]), TypeError, "blocks is list"),
         (lambda: masks.bidirectional_blocks(ONE, window=True), TypeError, "window is True"),
