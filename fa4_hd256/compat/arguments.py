@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,16 @@ class Library:
                 f"{self.module} of this process is fa4_hd256's own"
             )
         return original
+
+
+def given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of these names that are not None.
+
+    NOTE [locals].  The functions of this package collect their arguments by `locals()`. Before
+    Python 3.12 a comprehension makes a cell of every variable that it reads, and torch.compile
+    refuses `locals()` in a function with a cell that is still empty. So they call this function.
+    """
+    return {name: arguments[name] for name in names if arguments[name] is not None}
 
 
 def parts_of(name: str, packed: torch.Tensor, count: int, rows: str) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from .. import interface, kv_cache
 from ..call.cache_checks import check_int32
 from ..score_mods import alibi
-from .arguments import FLASH_ATTN_2, parts_of
+from .arguments import FLASH_ATTN_2, given, parts_of
 from .windows import window_of
 
 __all__ = [
@@ -177,7 +177,7 @@ def flash_attn_varlen_func(
         return original(**arguments)
     check_int32("cu_seqlens_q", cu_seqlens_q)
     check_int32("cu_seqlens_k", cu_seqlens_k)
-    lengths = {name: arguments[name] for name in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")}
+    lengths = given(arguments, ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"))
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
     else:
@@ -216,7 +216,7 @@ def flash_attn_with_kvcache(
     original = FLASH_ATTN_2.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:
         return original(**arguments)
-    cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
+    cache = given(arguments, _OF_CACHE)
     return kv_cache.flash_attn_with_kvcache(
         q,
         k_cache,

@@ -10,7 +10,7 @@ from .. import interface, kv_cache
 from ..call.options import plain
 from ..kernels.problem_class import DESCALES, KV_DESCALES, KV_DTYPES
 from ..words import shown
-from .arguments import FLASH_ATTN_3, SEQUENCES, parts_of
+from .arguments import FLASH_ATTN_3, SEQUENCES, given, parts_of
 from .combine import combine
 from .windows import window_of
 
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_3.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
-    lengths = {name: arguments[name] for name in SEQUENCES}
+    lengths = given(arguments, SEQUENCES)
     return interface.flash_attn_varlen_func(
         q, k, v, return_lse=return_attn_probs, **lengths, **_options(arguments)
     )
@@ -195,7 +195,7 @@ def flash_attn_with_kvcache(
     original = FLASH_ATTN_3.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:
         return original(**arguments)
-    cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
+    cache = given(arguments, _OF_CACHE)
     without_unread(cache, k is v is None)
     return kv_cache.flash_attn_with_kvcache(
         q,
@@ -210,13 +210,13 @@ def flash_attn_with_kvcache(
     )
 
 
-def without_unread(given: dict[str, Any], only_reads: bool) -> None:
+def without_unread(options: dict[str, Any], only_reads: bool) -> None:
     """Remove the arguments of `flash_attn_with_kvcache` that flash-attention 3 ignores, and our
     function refuses. only_reads: k and v are None."""
     if only_reads:
-        given.pop("cu_seqlens_k_new", None)
-    if given.get("rotary_cos") is given.get("rotary_sin") is None:
-        given.pop("rotary_seqlens", None)
+        options.pop("cu_seqlens_k_new", None)
+    if options.get("rotary_cos") is options.get("rotary_sin") is None:
+        options.pop("rotary_seqlens", None)
 
 
 #: Arguments of a cache that our function has under the same names.
@@ -274,8 +274,9 @@ def _options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _scales(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Return the scales of these names, 1 for one that is not given beside others."""
-    given = {name: arguments[name] for name in names if arguments[name] is not None}
-    if not given:
+    scales = given(arguments, names)
+    if not scales:
         return {}
     device = arguments["q"].device
-    return {name: given[name] if name in given else torch.ones((), device=device) for name in names}
+    missing = {name: torch.ones((), device=device) for name in names if name not in scales}
+    return scales | missing

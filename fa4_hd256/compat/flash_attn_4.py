@@ -12,7 +12,7 @@ from ..call.operator_arguments import wrong_rank
 from ..call.options import ExactWindow, flags_of, plain, sides_of
 from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.windows import Window
-from .arguments import FLASH_ATTN_4
+from .arguments import FLASH_ATTN_4, given
 from .combine import combine
 from .functions import translate_blocks, translate_mask_mod, translate_score_mod
 
@@ -111,7 +111,7 @@ def flash_attn_varlen_func(
         return original(**arguments)
     _check_request(return_lse)
     options = _options(arguments, (cu_seqlens_q, cu_seqlens_k))
-    lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
+    lengths = given(arguments, _LENGTHS)
     if mask_mod is not None or block_sparse_tensors is not None:
         _check_unpacked(lengths)
         options |= _masks(arguments)

@@ -333,6 +333,40 @@ def test_what_flash_attention_3_ignores_is_not_passed_on(given):
         assert {*ignored} <= {*given[-1][1]}
 
 
+CALLS_WITH_LENGTHS = [
+    (flash_attn_2, "flash_attn_varlen_func", "packed"),
+    (flash_attn_2, "flash_attn_with_kvcache", "cache"),
+    (flash_attn_3, "flash_attn_varlen_func", "packed"),
+    (flash_attn_3, "flash_attn_with_kvcache", "cache"),
+    (flash_attn_4, "flash_attn_varlen_func", "packed"),
+]
+
+
+@pytest.mark.parametrize("module, name, kind", CALLS_WITH_LENGTHS)
+def test_functions_with_lengths_are_one_graph(module, name, kind, monkeypatch):
+    """torch.compile traces them, down to our own functions, without a break."""
+
+    def attend(q, *others, return_lse=False, **options):
+        result = q + options["cache_seqlens" if kind == "cache" else "cu_seqlens_q"].sum()
+        return (result, result) if return_lse else result
+
+    monkeypatch.setattr(interface, "flash_attn_varlen_func", attend)
+    monkeypatch.setattr(kv_cache, "flash_attn_with_kvcache", attend)
+    q, options = torch.zeros(1, 4, 1, 256).bfloat16(), {"cache_seqlens": torch.tensor([3]).int()}
+    expected = q + 3
+    if kind == "packed":
+        offsets = torch.tensor([0, 4]).int()
+        q, expected = q[0], q[0] + 4
+        options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        options |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
+    function = getattr(module, name)
+    compiled = torch.compile(
+        lambda q: function(q, q, q, **options), fullgraph=True, backend="eager"
+    )
+    result = compiled(q)
+    assert torch.equal(result[0] if module is flash_attn_4 else result, expected)
+
+
 def test_pages_of_flash_attention_2(given):
     q = torch.zeros(5, 2, 256).bfloat16()
     cache = torch.zeros(6, 16, 1, 256).bfloat16()
