@@ -204,6 +204,7 @@ def test_one_lane_waits_while_the_others_go_on(options):
     ["ld.volatile.global.b32 %r1, [%rd8];", "atom.relaxed.gpu.global.or.b32 %r1, [%rd8], 0;"],
 )
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.sampled("*-ld.volatile*", "{}-atom.*")
 def test_polling_a_flag_in_global_memory(options, poll):
     """CTA 0 spins on a flag that CTA 1 sets: spinning must not starve the one it waits for."""
     flag, out = np.zeros(1, np.uint32), np.zeros(1, np.uint32)

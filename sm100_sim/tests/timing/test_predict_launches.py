@@ -108,6 +108,7 @@ def clocks(text, count):
     [(STEPS, 10), (ALONE, 4), (BEHIND, 8), (HALVES, 100)],
     ids=["steps", "alone", "behind", "half rows"],
 )
+@pytest.mark.sampled("steps", "alone", "behind")
 def test_twice_the_steps_take_twice_the_time(text, least):
     """An FMA takes 4 clocks until the next one has its result, an exponential 8 for a warp.
     Of half rows ptxas makes two loads and two stores, all of which are found."""

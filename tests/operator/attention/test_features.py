@@ -114,7 +114,7 @@ def test_packed_sequences(lengths, causal, use_clc, device):
     check_packed(*lengths, use_clc, device, causal=causal)
 
 
-@pytest.mark.sampled("static")
+@pytest.mark.sampled
 def test_packed_with_every_option(use_clc, device):
     check_packed(
         (150, 0, 300), (150, 20, 280), use_clc, device, heads=(4, 2), window_size=(60, 10),

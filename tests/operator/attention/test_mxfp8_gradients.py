@@ -41,7 +41,7 @@ LENGTHS = [((1, 1), (1, 1), 2), ((7, 333), (4, 1), 1), ((300, 420), (4, 2), 2)]
 
 
 @pytest.mark.parametrize(("lengths", "heads", "batch"), LENGTHS, ids=str)
-@pytest.mark.sampled("*7, 333*")
+@pytest.mark.sampled
 def test_lengths(lengths, heads, batch, device):
     judged(inputs(lengths, heads, batch, device=device))
 
@@ -195,7 +195,7 @@ def test_sides_without_rows(lengths):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("is_packed", [False, True], ids=("dense", "packed"))
-@pytest.mark.sampled("dense")
+@pytest.mark.sampled
 def test_no_query_sees_a_key(is_packed):
     """The window lies behind all keys of all queries."""
     begins = (offsets([1]), offsets([3])) if is_packed else (None, None)

@@ -18,7 +18,7 @@ SIZES = (16, 32, 48, 64, 128, 256, 784)
 # Packed queries, two heads sharing tiles; sequences without queries, without keys, that end with a
 # page, inside one, and behind their first tile of keys.
 @pytest.mark.parametrize("page_size", SIZES)
-@pytest.mark.sampled("16")
+@pytest.mark.sampled
 def test_page_sizes(page_size, device):
     paged = Paged.of((300, 40, 0, 128, 16), page_size, device=device)
     lengths = (3, 0, 5, 1, 20)

@@ -118,7 +118,7 @@ def check(found, tensors, **options):
      ("by key", (2, 500), (4, 1), {"num_splits": 2}),
      ("alibi", (3, 260), (3, 1), {"causal": True})],
 )  # fmt: skip
-@pytest.mark.sampled("bounded-lengths1-heads1-options1")
+@pytest.mark.sampled
 def test_forward(name, lengths, heads, options, device):
     case, batch = CASES[name], 2
     q, k, v = inputs(*lengths, heads, batch, device)

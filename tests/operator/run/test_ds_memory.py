@@ -172,6 +172,7 @@ def test_under_a_block_mask_some_is_stored(device, bounds, small_memory, backwar
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_what_is_short_of_all_memory_is_an_error(device, monkeypatch):
     make = execute._maker
     monkeypatch.setattr(

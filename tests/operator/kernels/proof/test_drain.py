@@ -354,6 +354,7 @@ WALKS = {
 
 
 @pytest.mark.parametrize("name", WALKS)
+@pytest.mark.sampled("products*", "dQ")
 def test_every_interleaving_ends_in_the_same_place(name, monkeypatch):
     """NOTE [one run is all runs]: where one run ends, all do, be it at the end or in a hang."""
     plan, ctas, tiles, left_out = WALKS[name]
