@@ -17,11 +17,12 @@ STAMP := $(VENV)/installed
 DEMO ?=
 TESTS ?= -n 2 --dist worksteal --durations 10
 # Names of those that the dynamic scheduler and Hopper's kernels run; test-all has more of them.
-NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages or nvfp4) and not (full and backward)
-CLC_NAMES ?= (test_lengths and causal) or more_tiles
+NAMES ?= (test_lengths or batch or more_tiles or visible or named_masks or any_pages or nvfp4) and not (full and (lengths or backward))
+CLC_NAMES ?= (test_lengths and causal and backward) or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named or any_pages or nvfp4
 KERNEL_TESTS = tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
+SIMULATOR_TESTS ?= sm100_sim/tests --durations 10
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 # One core for a process that has no workers.
 ONE_CORE := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 SM100_SIM_THREADS=1
@@ -38,7 +39,7 @@ ENGINES := build/engines
 RUBIN := build/rubin
 
 .PHONY: demo docs check check-tests test test-all test-engines test-rubin test-lab test-static test-short test-clc \
-    test-hopper lint types clean hub-kernel \
+    test-hopper test-simulator lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -53,14 +54,14 @@ check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
 # The most telling case of each kind: 11 to 15 minutes on two cores from empty caches. All parts run
-# whatever the others say; one that fails makes the whole fail. The short parts, one process after
-# the other, go beside the two workers of the long one: a worker waits now and then for a kernel
+# whatever the others say; one that fails makes the whole fail. The other parts, one process after
+# the other, go beside the two workers of the longest: a worker waits now and then for a kernel
 # that another one compiles, and a core would be idle.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-static test-short
 
 test-short: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 --output-sync=target types test-clc test-hopper
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 --output-sync=target types test-clc test-hopper test-simulator
 
 # Every test, with all cases of those that are marked sampled.
 test-all:
@@ -92,16 +93,20 @@ $(RUBIN)/installed: $(STAMP) constraints.txt
 test-lab: $(STAMP)
 	$(BIN)/python -m pytest $(LAB_TESTS)
 
-# Everything under the static scheduler, and a part of it under the dynamic one.
+# All tests but those of the simulator, under the static scheduler.
 test-static: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS) $(CASES)
+	$(BIN)/python -m pytest -o testpaths=tests $(TESTS) $(CASES)
 
+# A part of them under the dynamic scheduler.
 test-clc: $(STAMP)
 	$(ONE_CORE) FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS) $(CASES)
 
 # The same part, of Hopper's kernels.
 test-hopper: $(STAMP)
 	$(ONE_CORE) $(BIN)/python -m pytest $(HOPPER_TESTS) $(CASES)
+
+test-simulator: $(STAMP)
+	$(ONE_CORE) $(BIN)/python -m pytest $(SIMULATOR_TESTS) $(CASES)
 
 # On a GPU: the operator's tests under both schedulers, those of memory again by themselves, where
 # what the driver has left is this process's doing, then compute-sanitizer.

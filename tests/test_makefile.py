@@ -36,7 +36,7 @@ def make(tmp_path, *arguments, **environment):
 
 #: Goal -> what runs, in order, and under which scheduler or for which architecture.
 PARTS = {
-    "test": ["mypy static", "pytest 1", "pytest sm_90a"],
+    "test": ["mypy static", "pytest 1", "pytest sm_90a", "pytest static"],
     "test-lab": ["pytest static"],
     "test-cuda": ["pytest static", "pytest 1", "pytest static", "bench static"],
 }
@@ -79,9 +79,9 @@ def test_a_goal_installs_what_it_needs_and_no_more(tmp_path, goal, extras):
 
 
 def test_every_part_of_test_all_has_all_cases(tmp_path):
-    lines = make(tmp_path, "-n", "test-all", "TESTS=sm100_sim/tests").stdout.splitlines()
+    lines = make(tmp_path, "-n", "test-all", "TESTS=tests/operator").stdout.splitlines()
     parts = [line for line in lines if "-m pytest" in line]
-    assert len(parts) == 3 and "-m pytest sm100_sim/tests --all-cases" in parts[0]
+    assert len(parts) == 4 and "-m pytest -o testpaths=tests tests/operator --all-cases" in parts[0]
     assert all(line.endswith(" --all-cases") for line in parts)
 
 
