@@ -18,7 +18,7 @@ from ...metadata import get_backward_metadata
 from .. import other_dims
 from ..given_results import backward_config_of
 from ..warnings_once import warn_once
-from . import graphs
+from . import graphs, restarts
 from .chosen_keys import INDICES, joined
 from .descriptions import (
     KEY_END,
@@ -79,7 +79,8 @@ def attention(
     layer. `PACKED`: offsets and longest sequence; the rows of all batch entries together are then
     packed sequences. cache: the cache of continuous batching before transformers 5.24. ds_bytes: as
     for `register`. out_gate: (batch, seqlen_q, heads, 256), as of `flash_attn_func`. indices: as of
-    `chosen_keys`. Those in `REFUSED` are refused; any other option has no effect.
+    `chosen_keys`. position_ids: those of packed sequences are refused without a mask of packed
+    sequences (`restarts`). Options in `REFUSED` are refused; any other has no effect.
 
     Returns (out, None); out: (batch, seqlen_q, heads, 256), with 0 in rows of padding.
 
@@ -92,7 +93,10 @@ def attention(
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     is_other = other_dims.has_other_dim(q, k, v)
     _check_offered(options, OF_FALLBACK if is_other else ())
+    _check_not_chosen_and_packed(options)
     dense, description = _read_mask(module, q, k, attention_mask, options)
+    if description is not None and not _is_packed(description, options):
+        restarts.check(options.get("position_ids"), description, (q.shape[1], k.shape[1]))
     if options.get(INDICES) is not None:
         dense = _seen_of_chosen((dense, description), q, k, options)
         attention_mask = description = None
@@ -158,7 +162,9 @@ def _read_mask(
         return None, of_last_queries(description, q.shape[1])
     if is_packed:
         raise ValueError(
-            f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
+            f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them. "
+            "Layers that choose keys need a mask: pass packed sequences by position_ids alone, "
+            "with use_cache=False"
         )
     is_additive = attention_mask.is_floating_point()
     if not (is_additive or attention_mask.dtype == torch.bool) or attention_mask.ndim != 4:
@@ -171,6 +177,17 @@ def _read_mask(
     return (_seen_of_additive(attention_mask) if is_additive else attention_mask), None
 
 
+def _check_not_chosen_and_packed(options: dict[str, Any]) -> None:
+    """Raise NotImplementedError for packed sequences by their offsets in a layer whose indexer
+    chooses keys."""
+    given = [name for name in PACKED if options.get(name) is not None]
+    if options.get(INDICES) is not None and given:
+        raise NotImplementedError(
+            f"{INDICES} is given with {', '.join(given)}; accepted: sequences of a batch, or "
+            "packed ones by position_ids alone, with use_cache=False"
+        )
+
+
 def _seen_of_chosen(
     read: tuple[Any, Description | None],
     q: torch.Tensor,
@@ -178,17 +195,16 @@ def _seen_of_chosen(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return the bool mask, of four dimensions, of a layer whose indexer chooses keys. read: of
-    `_read_mask`. Raises NotImplementedError for packed sequences by their offsets."""
-    given = [name for name in PACKED if options.get(name) is not None]
-    if given:
-        raise NotImplementedError(
-            f"{INDICES} is given with {', '.join(given)}; accepted: sequences of a batch, which "
-            "attention_mask describes"
-        )
+    `_read_mask`."""
     dense, description = read
     if description is not None:
         dense = seen_by(description, q.shape[:2], k.shape[1], q.device)
     return joined(options[INDICES], dense, k.shape[1])
+
+
+def _is_packed(description: Description, options: dict[str, Any]) -> bool:
+    is_described = description.offsets is not None or description.begins is not None
+    return is_described or any(options.get(name) is not None for name in PACKED)
 
 
 def _check_keys(description: Description, k: torch.Tensor) -> None:
@@ -205,8 +221,7 @@ def _check_keys(description: Description, k: torch.Tensor) -> None:
 def _check_not_cut(description: Description, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raise NotImplementedError for a mask of packed sequences that the model has cut to the last
     queries: `descriptions`, NOTE [last queries]. Such masks are of as many queries as keys."""
-    is_packed = description.offsets is not None or description.begins is not None
-    if is_packed and q.shape[1] != k.shape[1]:
+    if _is_packed(description, {}) and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
             f"attention_mask describes packed sequences of {k.shape[1]} rows in a layer with "
             f"{q.shape[1]} queries; accepted: as many queries as keys (logits_to_keep=0)"

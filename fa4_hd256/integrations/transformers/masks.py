@@ -64,7 +64,7 @@ def mask(
         band = None if torch.compiler.is_compiling() else _band_of_seen(seen, lengths)
         if band is None:
             return _dense(f"mask {_name_of(mask_function)}", request, seen)
-    elif _is_to_be_combined(options, band, is_static and q_length == 1):
+    elif _is_to_be_combined(options, band, q_length == 1 and (is_static or _is_local(options))):
         return _evaluated(request)
     if band.sequences is not None:
         return _packed(band, request)
@@ -90,19 +90,27 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
     """Return True if the model combines booleans with masks of its own, and forbids skipping. So do
-    packed sequences, use_vmap and static single-token steps, which need none."""
+    packed sequences, use_vmap and static single-token steps, which need none by themselves."""
     kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
-    if may_skip or options.get("use_vmap") or band.sequences is not None:
+    if may_skip or options.get("use_vmap"):
         return False
-    return not is_static_step or kinds[1] in options or _combines_masks(options.get("config"))
+    if band.sequences is None and (not is_static_step or kinds[1] in options):
+        return True
+    return _combines_masks(options.get("config"))
+
+
+def _is_local(options: dict[str, Any]) -> bool:
+    """Return True for a mask of layers with a window, whose static caches count in an int."""
+    return options.get("local_size") is not None
 
 
 def _combines_masks(config: Any) -> bool:
-    """Return True for models that join masks in every step (T5Gemma 2), or index visible keys."""
+    """Return True for models that join masks in every step (T5Gemma 2, Doge), or index visible
+    keys."""
     kind, layers = (getattr(config, name, None) or "" for name in ("model_type", "layer_types"))
     has_index = hasattr(config, "index_topk") or "indexed_attention" in layers
-    return kind.startswith("t5gemma2") or has_index
+    return kind.startswith(("t5gemma2", "doge")) or has_index
 
 
 def _window_of(band: Band) -> Window | None:

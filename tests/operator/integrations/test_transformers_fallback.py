@@ -20,6 +20,7 @@ from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
 from fa4_hd256.integrations import transformers as integration
 from fa4_hd256.integrations import warnings_once
+from fa4_hd256.integrations.transformers import restarts
 
 VOCABULARY, LENGTH = 64, 12
 SIZES = {
@@ -231,3 +232,55 @@ def test_holes_in_a_graph():
     model.set_attn_implementation(integration.NAME)
     with pytest.raises(RuntimeError, match="padding between tokens"), torch.no_grad():
         torch.compile(model, backend="eager")(tokens(), attention_mask=padding("holes"))
+
+
+def counted(rows):
+    """Return positions of tokens as `generate` makes them: 0 for padding before the first."""
+    return (rows.cumsum(-1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"is_causal": False}], ids=["causal", "both sides"])
+def test_packed_sequences_whose_mask_is_of_one(settings):
+    """transformers' masks keep packed sequences apart without a cache and attention_mask alone."""
+    model, positions = gemma(**settings), ARGUMENTS["packed"]["position_ids"]
+    ones = torch.ones(2, LENGTH, dtype=torch.long)
+    model.set_attn_implementation(integration.NAME)
+    for arguments in ({}, {"attention_mask": ones}, {"attention_mask": padding("right")}):
+        with pytest.raises(ValueError, match="position_ids decrease.*accepted: use_cache=False"):
+            model(tokens(), position_ids=positions, **arguments)
+    # The user's own offsets say what is packed.
+    model(tokens(), position_ids=positions, **offsets())
+    # The same positions under a mask that says what each sees, and positions of padding.
+    apart = torch.block_diag(*(torch.ones(n, n) for n in (5, 7))).bool().tril()
+    model(tokens()[:1], position_ids=positions[:1], attention_mask=apart[None, None])
+    for kind in ("left", "right", "holes"):
+        rows = padding(kind)
+        given = {"attention_mask": rows, "position_ids": counted(rows).masked_fill(rows == 0, 1)}
+        found, wanted = (
+            logits(model, name, tokens(), **given)[rows.bool()]
+            for name in (integration.NAME, "eager")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_whose_mask_is_of_one_in_a_graph():
+    model = gemma()
+    model.set_attn_implementation(integration.NAME)
+    with pytest.raises(RuntimeError, match="position_ids decrease"), torch.no_grad():
+        run = torch.compile(model, backend="eager")
+        run(tokens(), position_ids=ARGUMENTS["packed"]["position_ids"])
+
+
+def test_layers_share_the_check_of_positions(monkeypatch):
+    """A step of one token, and one whose keys are cached, are not looked at."""
+    looked = []
+    plain = restarts._decrease
+    monkeypatch.setattr(restarts, "_decrease", lambda *args: looked.append(args) or plain(*args))
+    model = gemma()
+    model.set_attn_implementation(integration.NAME)
+    with torch.no_grad():
+        cache = model(tokens()[:, :5]).cache
+        assert len(looked) == 1
+        for rows in (slice(5, 6), slice(6, 9)):
+            cache = model(tokens()[:, rows], cache=cache).cache
+    assert len(looked) == 1

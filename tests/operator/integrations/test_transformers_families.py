@@ -136,6 +136,26 @@ def test_some_keys_of_an_index(family_name, monkeypatch):
     assert (found - wanted).norm() <= 1e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("family_name", sorted({*INDEXED} - {"GLM-5.3-Flash"}))
+def test_packed_sequences_of_an_index(family_name, monkeypatch):
+    """The indexer reads their mask. Logits are eager attention's, not those of one sequence. Masks
+    of GLM-5.3-Flash take no positions."""
+    monkeypatch.setattr(other_dims, "has_other_dim", lambda *_: True)
+    family = FAMILIES[family_name]
+    model, ids = model_of(family), inputs(family, LENGTH, "cpu")["input_ids"]
+    positions = torch.cat((torch.arange(13), torch.arange(LENGTH - 13))).expand(2, -1)
+
+    def run(name, **arguments):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found = model(ids, use_cache=False, **arguments)
+        return found.logits if family.generates else found.last_hidden_state
+
+    wanted, found = (run(name, position_ids=positions) for name in ("eager", integration.NAME))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert (run("eager") - wanted).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("kept", [1, 3])
 def test_layers_with_shared_keys(kept, monkeypatch):
     """Gemma 4 computes them for the last queries alone, and cuts their masks."""

@@ -229,3 +229,18 @@ def test_padding_that_ends_before_the_queries():
         assert described(integration.mask(2, 2, 6, q_offset=4, **request)).ranges is None
         with pytest.raises(ValueError, match="6 entries a sequence, and queries up to row 7"):
             integration.mask(2, 4, 8, q_offset=4, **request)
+
+
+@pytest.mark.parametrize("count", [int, torch.tensor])
+def test_a_step_of_a_static_cache(count):
+    """transformers forbids skipping the mask. It is described, not evaluated: a full window, whose
+    cache counts in an int, and one that is not full."""
+    function = known.sliding_window_causal_mask_function(8)
+    for offset, first, rows in ((20, 13, 8), (5, 0, 8)):
+        mask = integration.mask(
+            2, 1, rows, q_offset=count(offset), kv_offset=first, mask_function=function,
+            allow_is_causal_skip=False, local_size=8, config=None,
+        )  # fmt: skip
+        assert described(mask) is not None
+        wanted = known.sdpa_mask(2, 1, rows, offset, first, function, allow_is_causal_skip=False)
+        assert torch.equal(seen(mask, 2, 1, rows), wanted.expand(2, 1, 1, rows))
