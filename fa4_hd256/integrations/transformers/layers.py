@@ -107,6 +107,7 @@ def attention(
     if is_other:
         seen, causal = _seen_and_causal((dense, description), attention_mask, q, k)
         return _gated(attend_by_pytorch(query, key, value, seen, causal, options), gate), None
+    _check_dtypes(q, k, v)
     read, options = (dense, description, packed), {**options, OUT_GATE: gate}
     return _by_kernels((q, k, v), read, attention_mask, options), None
 
@@ -139,6 +140,17 @@ def _check_offered(options: dict[str, Any], allowed: tuple[str, ...]) -> None:
         is_neutral = value is None or (isinstance(value, (bool, float, int)) and not value)
         if not is_neutral and name not in allowed:
             raise NotImplementedError(f"{name} is given; {NAME} does not offer {what}")
+
+
+def _check_dtypes(*tensors: torch.Tensor) -> None:
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    if torch.float32 in dtypes or torch.float64 in dtypes:
+        given = " and ".join(map(str, dtypes))
+        raise TypeError(
+            f"queries, keys and values of a layer have dtype {given}; accepted: all torch.bfloat16 "
+            "or all torch.float16: load the model with dtype=torch.bfloat16, or run it under "
+            "torch.autocast(device_type, torch.bfloat16), which casts float32"
+        )
 
 
 def _read_mask(

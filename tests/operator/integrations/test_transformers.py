@@ -193,6 +193,9 @@ def test_refusals(device):
             integration.attention(module, q, k, v, None, indices=wrong)
     with pytest.raises(ValueError, match="four dimensions"):
         integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.int32))
+    for wrong in (q.float(), q.double()):
+        with pytest.raises(TypeError, match="load the model with dtype=torch.bfloat16, or run it"):
+            integration.attention(module, wrong, k, v, None)
     with pytest.raises(ValueError, match="without 'flash'"):
         integration.register("my_flash")
 
@@ -269,7 +272,7 @@ def test_layers_share_a_mask(device, monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
     monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, **options: q)
-    rows = torch.zeros(1, 2, 5, 256)
+    rows = torch.zeros(1, 2, 5, 256, dtype=torch.bfloat16)
     seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     for _ in range(3):
         integration.attention(torch.nn.Module(), rows, rows, rows, seen)
@@ -284,7 +287,7 @@ def test_layers_share_chosen_keys(device, monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
     monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, **options: q)
-    rows, module = torch.zeros(2, 2, 3, 256), torch.nn.Module()
+    rows, module = torch.zeros(2, 2, 3, 256, dtype=torch.float16), torch.nn.Module()
     indices = torch.tensor([[[0, 1], [2, 1], [0, 0]], [[2, 2], [1, 2], [1, 0]]])
     causal = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
     for _ in range(2):
@@ -302,7 +305,7 @@ def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
     monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
-    rows, layer = torch.zeros(2, 2, 5, 256), torch.nn.Module()
+    rows, layer = torch.zeros(2, 2, 5, 256, dtype=torch.bfloat16), torch.nn.Module()
     with torch.inference_mode():
         given = torch.ones(1, 1, 5, 5, dtype=torch.bool)
         integration.attention(layer, rows, rows, rows, given)
