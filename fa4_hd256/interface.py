@@ -221,12 +221,12 @@ def flash_attn_varlen_func(
         are 0. Offsets on a GPU that do not ascend from 0, that exceed the rows, or that make a
         sequence longer than max_seqlen_q (in a backward max_seqlen_k, too) give NaN in all rows
         that they describe; on the CPU, or with FA4_HD256_CHECK=1, they are a ValueError.
-    max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
-        follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
-        if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
-        operator's own choice is then one KV split. With page_table if None the rows of all pages of
-        a row of it. Either may be a tensor of one integer, of any device: it is not read, so
-        nothing waits and nothing is recompiled; max_seqlen_q is then the rows of q, and
+    max_seqlen_q: the longest query sequence, 0 if all are empty; required with cu_seqlens_q, since
+        the grid follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV
+        follows; if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k,
+        and the operator's own choice is then one KV split. With page_table if None the rows of all
+        pages of a row of it. Either may be a tensor of one integer, of any device: it is not read,
+        so nothing waits and nothing is recompiled; max_seqlen_q is then the rows of q, and
         max_seqlen_k as if it were None (docs/serving.md). Sequences that are not packed accept
         both, and have the lengths of q and k.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them

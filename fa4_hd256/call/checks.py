@@ -607,8 +607,8 @@ def _query_lengths(q: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Te
 def check_max_seqlen(
     side: str, tensor: torch.Tensor, others: dict[str, torch.Tensor], longest: int | None
 ) -> int:
-    """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences, and for
-    keys in pages if not all of a row of page_table may be in use."""
+    """The longest sequence of a side, "q" or "k", or 1 where all are empty; given by the caller for
+    packed sequences, and for keys in pages if not all of a row of page_table may be in use."""
     offsets, lengths = others.get(f"cu_seqlens_{side}"), tensor.new_empty(0)
     if side == "k" and PAGE_TABLE in others:
         table, used = others[PAGE_TABLE], others.get("seqused_k")
@@ -623,8 +623,8 @@ def check_max_seqlen(
         lengths = lengths if used is None else used
     elif offsets is None:
         return tensor.shape[1]
-    if longest is None or longest < 1:
-        raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
+    if longest is None or longest < 0:
+        raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 0 or more")
     if side == "q" and longest > LARGEST_QUERIES:
         raise ValueError(f"max_seqlen_q is {longest}; accepted: up to {LARGEST_QUERIES}")
     if reads_contents(tensor.device):
@@ -636,7 +636,7 @@ def check_max_seqlen(
             raise ValueError(
                 f"max_seqlen_{side} is {longest}, but a sequence has {found} {rows} rows"
             )
-    return longest
+    return max(1, longest)
 
 
 def check_gradients(

@@ -209,7 +209,7 @@ def check_in_place(tensors: dict[str, torch.Tensor], what: str) -> None:
 
 def check_out(out: Any, q: torch.Tensor) -> None:
     """A tensor to write the result to, like q, both as the user has them. Raises TypeError for
-    another kind or dtype, ValueError for another shape or device."""
+    another kind or dtype, ValueError for another shape or device, and for a negated view."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     require_dense("out", out)
@@ -221,6 +221,8 @@ def check_out(out: Any, q: torch.Tensor) -> None:
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
     check_device("out", out.device, q.device, "q")
+    # PyTorch fails in words of its own before it calls an operator.
+    _check_not_negated("out", out)
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
@@ -256,11 +258,7 @@ def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that is written to, of whose elements some may share memory:
     where a dimension steps into what those of smaller strides reach; and for one that PyTorch reads
     negated (`torch.Tensor.is_neg`)."""
-    if tensor.is_neg():
-        raise ValueError(
-            f"{name} is a negated view; accepted: a tensor whose memory holds its elements, as it "
-            "is written to"
-        )
+    _check_not_negated(name, tensor)
     reached = 1
     sizes = sorted(zip(tensor.stride(), tensor.shape))
     for stride, size in sizes if tensor.numel() else ():
@@ -270,6 +268,14 @@ def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
                 "that share memory; accepted: memory of its own for each, as it is written to"
             )
         reached += (size - 1) * stride
+
+
+def _check_not_negated(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} is a negated view; accepted: a tensor whose memory holds its elements, as it "
+            "is written to"
+        )
 
 
 def check_apart(

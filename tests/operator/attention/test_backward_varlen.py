@@ -39,7 +39,7 @@ def lengths_of(lengths, device):
     cu_q, cu_k = (offsets(n, device) for n in lengths)
     return {
         "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max(*lengths[0], 1), "max_seqlen_k": max(*lengths[1], 1),
+        "max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]),
     }  # fmt: skip
 
 

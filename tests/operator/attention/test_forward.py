@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
@@ -211,3 +211,14 @@ def test_a_second_run_is_bitwise_equal(device):
 def test_an_empty_batch(device):
     out, lse = flash_attn_func(*inputs(5, 7, batch=0, device=device), return_lse=True)
     assert out.shape == (0, 5, 2, 256) and lse.shape == (0, 2, 5)
+
+
+def test_packed_sequences_without_a_row(device):
+    """Accept 0 as the longest sequence where all of them are empty."""
+    q, k, v = (t.flatten(0, 1) for t in inputs(5, 7, batch=0, device=device))
+    begins = torch.zeros(3, dtype=torch.int32, device=device)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=0, max_seqlen_k=0,
+        return_lse=True,
+    )  # fmt: skip
+    assert out.shape == (0, 2, 256) and lse.shape == (2, 0)

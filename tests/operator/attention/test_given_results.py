@@ -124,6 +124,7 @@ def test_autograd_knows_that_it_was_written_to(dense, monkeypatch):
         (lambda q: q.new_empty(2, 1, 4, 256).expand(2, 70, 4, 256), ValueError, "out has strides"),
         (lambda q: q.new_empty(q.numel() + 1)[1:].view(q.shape), ValueError, "is 2 past a multip"),
         (lambda q: q, ValueError, "out lies in memory that the call reads"),
+        (lambda q: torch._neg_view(torch.empty_like(q)), ValueError, "out is a negated view"),
     ],
 )  # fmt: skip
 def test_what_is_refused(dense, change, error, message):
