@@ -65,7 +65,7 @@ def prefix_lm(
     Raises TypeError for another kind, ValueError for a length below 1 and a prefix below 0, of
     tensors on the CPU, for no prefix, and for a device that is not the tensor's.
     """
-    prefix = _per_sequence("prefix", prefix, device)
+    prefix = _lengths_of(prefix, device)
     levels = _levels(seqlen, seqlen_k, prefix.device)
     limit = torch.maximum(levels.level + 1, prefix[:, None])
     return levels.mask(torch.zeros_like(limit), limit)
@@ -614,14 +614,14 @@ def _rows_of_ids(name: str, ids: Any) -> torch.Tensor:
     return ids if ids.ndim == 2 else ids[None]
 
 
-def _per_sequence(name: str, value: Any, device: Any) -> torch.Tensor:
+def _lengths_of(prefix: Any, device: Any) -> torch.Tensor:
     """Return (1 or batch,) int64."""
-    if not isinstance(value, torch.Tensor):
-        check_whole(name, value, accepted="an int of 0 or more, or (batch,) integers")
-        return torch.tensor([value], device=device)
-    check_integers(name, value, (1,), "an int, or (batch,) integers")
-    if device is not None and torch.device(device).type != value.device.type:
-        raise ValueError(f"device is {device}; accepted: {value.device}, like {name}, or None")
-    if value.device.type == "cpu" and (value < 0).any():
-        raise ValueError(f"{name} is {value.tolist()}; accepted: 0 or more")
-    return value.long()
+    if not isinstance(prefix, torch.Tensor):
+        check_whole("prefix", prefix, accepted="an int of 0 or more, or (batch,) integers")
+        return torch.tensor([prefix], device=device)
+    check_integers("prefix", prefix, (1,), "an int, or (batch,) integers")
+    if device is not None and torch.device(device).type != prefix.device.type:
+        raise ValueError(f"device is {device}; accepted: {prefix.device}, like prefix, or None")
+    if prefix.device.type == "cpu" and (prefix < 0).any():
+        raise ValueError(f"prefix is {prefix.tolist()}; accepted: 0 or more")
+    return prefix.long()

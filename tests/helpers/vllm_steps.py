@@ -200,10 +200,10 @@ def layer_of(config, name=NAME, heads_kv=HEADS_KV, **options):
     return Attention(HEADS, 256, SCALE, heads_kv, prefix=name, **options).to(place())
 
 
-def builder_of(config, layer, name=NAME):
+def builder_of(config, layer):
     """Return the builder of the layer's own backend."""
     kind = layer.attn_backend.get_builder_cls()
-    return kind(layer.get_kv_cache_spec(config), [name], config, place())
+    return kind(layer.get_kv_cache_spec(config), [NAME], config, place())
 
 
 def metadata_of(config, layer, step, **changed):
