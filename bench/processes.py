@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -43,32 +42,24 @@ def each(function: Callable[[Item], Result], items: Sequence[Item], jobs: int) -
 
 
 def stream(
-    function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
-    initializer: Callable[[], None] | None = None,
-) -> Iterator[Result]:  # fmt: skip
-    """Yield the results of `each`, every one as soon as it and those before it are ready.
-    initializer: runs first in each process that is started."""
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int
+) -> Iterator[Result]:
+    """Yield the results of `each`, every one as soon as it and those before it are ready."""
     if min(jobs, len(items)) <= 1:
         yield from map(function, items)
         return
     # The compiler's state must not be forked.
     context = get_context("spawn")
-    begin = partial(_quiet, initializer)
-    with ProcessPoolExecutor(jobs, context, end_with_parent, (begin,)) as pool:
+    with ProcessPoolExecutor(jobs, context, end_with_parent, (_begin,)) as pool:
         with starting_workers():
             found = pool.map(function, items)
         yield from found
 
 
-def _quiet(initializer: Callable[[], None] | None) -> None:
-    """Begin a process whose parent has the one line on the terminal."""
+def _begin() -> None:
+    """Begin a process whose parent has the one line on the terminal. The simulator gets one thread,
+    since the processes share the cores already."""
     be_quiet()
-    if initializer is not None:
-        initializer()
-
-
-def one_simulator_thread() -> None:
-    """Give `each` of what the simulator runs one thread: the processes share the cores already."""
     os.environ.setdefault("SM100_SIM_THREADS", "1")
 
 

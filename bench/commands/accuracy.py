@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import sm100_sim
 from bench.measure import gradient_accuracy
 from bench.measure.gradient_accuracy import DTYPES, GradientAccuracy
-from bench.processes import one_simulator_thread, stream
+from bench.processes import stream
 from bench.suite import FORWARD
 from bench.tables.origin import simulator_machine
 from bench.tables.ready import results
@@ -127,11 +126,6 @@ def measure(case: Case) -> Accuracy:
     return Accuracy(case, share, reference.compare(out, lse, (q, k, v)))
 
 
-def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[Accuracy]:
-    """Yield the errors of every case, on `jobs` processes."""
-    return stream(measure, list(cases), jobs, one_simulator_thread)
-
-
 def default_cases() -> list[Case]:
     return [Case(pattern, dtype) for dtype, pattern in itertools.product(DTYPES, PATTERNS)]
 
@@ -228,12 +222,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if the error of a gradient is above its tolerance."""
     if arguments.direction == FORWARD:
         cases = default_cases()
-        found = measure_all(cases, arguments.jobs)
+        found = stream(measure, cases, arguments.jobs)
         shown = results(found, len(cases), COLUMNS, lambda one: [_row(one)], "simulating")
         emit(table(list(shown)), arguments)
         return 0
     calls = gradient_accuracy.default_cases()
-    gradients = gradient_accuracy.measure_all(calls, arguments.jobs)
+    gradients = stream(gradient_accuracy.measure, calls, arguments.jobs)
     judged = list(results(
         gradients, len(calls), GRADIENT_COLUMNS, lambda one: [_gradient_row(one)], "simulating"
     ))  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 
 import sm100_sim
-from bench.processes import one_simulator_thread, stream
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.check import reference
@@ -197,11 +196,6 @@ def _check_kernels(call: Call) -> None:
     )
     if ran != (call.stores_ds, call.parts):
         raise RuntimeError(f"{call.name}: stored dS and parts are {ran}; ran {kernels[first:]}")
-
-
-def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[GradientAccuracy]:
-    """Yield the errors of every case, on `jobs` processes."""
-    return stream(measure, list(cases), jobs, one_simulator_thread)
 
 
 def default_cases() -> list[Case]:

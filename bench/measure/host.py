@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.measure.providers import Inputs
+from bench.measure.providers import Inputs, synchronize
 from bench.suite import Case
 from fa4_hd256 import (
     flash_attn_func,
@@ -149,7 +149,7 @@ def microseconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor
 def _seconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
     device = inputs.q.device
     outs = [call() for _ in range(CALLS)] if case.backward else []
-    _synchronize(device)
+    synchronize(device)
     begin = time.perf_counter()
     if case.backward:
         for out in outs:
@@ -158,13 +158,8 @@ def _seconds(case: HostCase, inputs: Inputs, call: Callable[[], torch.Tensor]) -
         for _ in range(CALLS):
             call()
     seconds = time.perf_counter() - begin
-    _synchronize(device)
+    synchronize(device)
     return seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _loop_seconds(iterations: int = 2000) -> float:

@@ -27,6 +27,7 @@ from .providers import (
     Provider,
     capability,
     first_line,
+    synchronize,
 )
 from .scored import CAPPED, ScoredCase
 
@@ -318,14 +319,9 @@ def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -
     )
     found, make = list[float](), case.mask_maker(device)
     for _ in range(MADE):
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         interface.mask_tables(make(), q, k, gradients)
-        _synchronize(device)
+        synchronize(device)
         found.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(found[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

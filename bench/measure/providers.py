@@ -34,6 +34,11 @@ def capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Pages:
     """Keys and values of equal sequences in pages. k, v: (pages, page_size, heads_kv, 256); table:

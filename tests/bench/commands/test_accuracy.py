@@ -27,8 +27,7 @@ HARDWARE_CASE, COARSE_CASE = (
 
 @pytest.mark.sampled
 def test_errors_and_shares():
-    results = list(measured.measure_all([HARDWARE_CASE, COARSE_CASE], jobs=1))
-    hardware, coarse = results
+    results = hardware, coarse = list(map(measured.measure, (HARDWARE_CASE, COARSE_CASE)))
     assert (hardware.executed_share, coarse.executed_share) == (0.0, 1.0)
     for result in results:
         assert result.comparison.lse_max_error < 2.1e-3, "degree 2: 2.054e-3 relative"
@@ -50,10 +49,10 @@ def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
 
 
 def test_forms(monkeypatch, capsys):
-    (hardware,) = measured.measure_all([HARDWARE_CASE], jobs=1)
+    hardware = measured.measure(HARDWARE_CASE)
     coarser = replace(hardware.comparison, max_error=2 * hardware.comparison.max_error)
     results = [hardware, measured.Accuracy(COARSE_CASE, 1.0, coarser)]
-    monkeypatch.setattr(measured, "measure_all", lambda cases, jobs: results)
+    monkeypatch.setattr(measured, "stream", lambda measure, cases, jobs: results)
     assert main(["accuracy", "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     rows = table["rows"]

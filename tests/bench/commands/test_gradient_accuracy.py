@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.commands import accuracy
 from bench.measure import gradient_accuracy as measured
 from fa4_hd256.run import backward
 
@@ -70,13 +71,13 @@ def test_forms(dense, monkeypatch, capsys):
     error = dense.comparisons["v"].tolerance * 2
     wrong = dense.comparisons | {"v": replace(dense.comparisons["v"], max_error=error)}
     results = [dense, replace(dense, comparisons=wrong)]
-    monkeypatch.setattr(measured, "measure_all", lambda cases, jobs: results[:1])
+    monkeypatch.setattr(accuracy, "stream", lambda measure, cases, jobs: results[:1])
     assert main(["accuracy", "--direction", "backward", "--json"]) == 0
     table, worst = json.loads(capsys.readouterr().out)["tables"]
     (row,) = table["rows"]
     assert row["accurate"] and row["dK_max_error"] == dense.comparisons["k"].max_error
     assert [one["kernel"] for one in worst["rows"]] == ["products", "products", "dV"]
-    monkeypatch.setattr(measured, "measure_all", lambda cases, jobs: results)
+    monkeypatch.setattr(accuracy, "stream", lambda measure, cases, jobs: results)
     assert main(["accuracy", "--direction", "backward", "--json"]) == 1
     table, worst = json.loads(capsys.readouterr().out)["tables"]
     assert [row["accurate"] for row in table["rows"]] == [True, False]

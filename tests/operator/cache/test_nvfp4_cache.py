@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nvfp4_cases import Cache, PagedCache, accurate, dense
+from e4m3_cases import accurate
+from nvfp4_cases import Cache, PagedCache, dense
 from paged_cases import int32, offsets
 
 import sm100_sim
