@@ -47,6 +47,7 @@ from ...forward.context import ForwardKernelTensors
 from ...forward.keys import KvTile
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...operands import SharedMemory, TmaTensor, load_tile
+from ...plan.edges import RingState
 from ...problem_class import OptionalTensors, ProblemClass
 from ...ranges import traced
 from ...rows.output_gate import multiply_by_gate, neighbours
@@ -316,9 +317,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         barriers["o_free"].wait(rings.o)
         barriers["p_first_done"].wait(rings.p_first)
         fence_after_thread_sync()
-        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p_first)
-        v = context.smem["v"][None, None, rings.kv.index].iterator
-        self.pv0.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, adds)
+        self.issue_pv(context, self.pv0, rings, rings.p_first, adds)
         rings.p_first.advance()
         return rings
 
@@ -328,15 +327,20 @@ class ForwardKernel(ForwardCommon, PairKernel):
         barriers = context.barriers
         barriers["p_last_done"].wait(rings.p_last)
         fence_after_thread_sync()
-        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p_last)
-        v = context.smem["v"][None, None, rings.kv.index].iterator
-        self.pv1.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, True)
+        self.issue_pv(context, self.pv1, rings, rings.p_last, True)
         barriers["kv_free"].commit(rings.kv)
         rings.kv.advance()
         barriers["o_done"].commit(rings.o)
         rings.o.advance()
         rings.p_last.advance()
         return rings
+
+    def issue_pv(
+        self, context: Context, mma: Mma, rings: MmaRings, p_ring: RingState, adds: Boolean | bool
+    ) -> None:
+        p = tmem_buffer(context.tmem, self.tmem_plan, "p", p_ring)
+        v = context.smem["v"][None, None, rings.kv.index].iterator
+        mma.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, adds)
 
     # ------------------------------------------------------------ softmax
 

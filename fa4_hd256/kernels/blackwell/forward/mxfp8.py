@@ -106,7 +106,7 @@ class ForwardMxfp8Kernel(ForwardKernel):
     ) -> None:
         super().__init__(config, problem_class, parts)
         self.scaled_qk = ScaledMma.of(self.qk)
-        self.scaled_pv0, self.scaled_pv1 = (
+        self.pv0, self.pv1 = (
             ScaledMma.of(mma, numbers)
             for mma, numbers in zip((self.pv0, self.pv1), config.p_slices.values(), strict=True)
         )
@@ -195,43 +195,16 @@ class ForwardMxfp8Kernel(ForwardKernel):
         rings.s.advance()
         return rings
 
-    @traced("PV0")
-    def _pv0(self, context: Context, rings: Mxfp8MmaRings, adds: Boolean) -> Mxfp8MmaRings:
-        """O = P V for the first 64 keys of a step, V's scales of all copied behind P."""
-        barriers = context.barriers
-        barriers["kv_loaded"].wait(rings.kv)
-        barriers["o_free"].wait(rings.o)
-        barriers["p_first_done"].wait(rings.p_first)
-        fence_after_thread_sync()
-        of_v = self._in_tmem(context, "v_scales", rings.p_first)
-        copy_scales(of_v, _buffer(context, "kv_scales", rings.kv), ATOMS)
-        self._pv(context, self.scaled_pv0, rings, rings.p_first, adds)
-        rings.p_first.advance()
-        return rings
-
-    @traced("PV1")
-    def _pv1(self, context: Context, rings: Mxfp8MmaRings) -> Mxfp8MmaRings:
-        """O += P V for the other 64 keys of a step."""
-        barriers = context.barriers
-        barriers["p_last_done"].wait(rings.p_last)
-        fence_after_thread_sync()
-        self._pv(context, self.scaled_pv1, rings, rings.p_last, True)
-        barriers["kv_free"].commit(rings.kv)
-        rings.kv.advance()
-        barriers["o_done"].commit(rings.o)
-        rings.o.advance()
-        rings.p_last.advance()
-        return rings
-
-    def _pv(
-        self,
-        context: Context,
-        mma: ScaledMma,
-        rings: Mxfp8MmaRings,
-        state: RingState,
-        adds: Boolean | bool,
+    def issue_pv(
+        self, context: Context, mma: Any, rings: MmaRings, p_ring: RingState, adds: Boolean | bool
     ) -> None:
-        p, *scales = (self._in_tmem(context, name, state) for name in ("p", "p_scales", "v_scales"))
+        """Issue an MMA of PV, before the first one the copy of V's scales behind P."""
+        if mma is self.pv0:
+            of_v = self._in_tmem(context, "v_scales", p_ring)
+            copy_scales(of_v, _buffer(context, "kv_scales", rings.kv), ATOMS)
+        p, *scales = (
+            self._in_tmem(context, name, p_ring) for name in ("p", "p_scales", "v_scales")
+        )
         o = self._in_tmem(context, "o", rings.o)
         v = _buffer(context, "v", rings.kv)
         mma.issue_scaled(o, p, v, adds, (scales[0], scales[1]))
