@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..call.memory import check_tensor
+from ..call.options import flags_of
 from ..kernels.limits import HEAD_DIM
 
 #: Fates of an argument. Honoured: its meaning is kept. Neutral: any value gives the same result.
@@ -98,6 +99,13 @@ class Library:
                 f"{self.module} of this process is fa4_hd256's own"
             )
         return original
+
+
+def check_requests(arguments: dict[str, Any]) -> None:
+    """Raise TypeError, with the library's name, for a request of lse that is not True or False."""
+    for name in ("return_attn_probs", "return_softmax_lse"):
+        if name in arguments:
+            flags_of(**{name: arguments[name]})
 
 
 def given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

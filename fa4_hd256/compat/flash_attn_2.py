@@ -10,7 +10,7 @@ import torch
 from .. import interface, kv_cache
 from ..call.cache_checks import check_int32
 from ..score_mods import alibi
-from .arguments import FLASH_ATTN_2, given, parts_of
+from .arguments import FLASH_ATTN_2, check_requests, given, parts_of
 from .windows import window_of
 
 __all__ = [
@@ -237,6 +237,7 @@ _OF_CACHE = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "ca
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    check_requests(arguments)
     softcap = arguments["softcap"]
     options = {
         "softmax_scale": arguments["softmax_scale"],

@@ -10,7 +10,7 @@ from .. import interface, kv_cache
 from ..call.options import plain
 from ..kernels.problem_class import DESCALES, KV_DESCALES, KV_DTYPES
 from ..words import shown
-from .arguments import FLASH_ATTN_3, SEQUENCES, given, parts_of
+from .arguments import FLASH_ATTN_3, SEQUENCES, check_requests, given, parts_of
 from .combine import combine
 from .windows import window_of
 
@@ -260,6 +260,7 @@ def get_scheduler_metadata(
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    check_requests(arguments)
     options = {
         "softmax_scale": arguments["softmax_scale"],
         "causal": arguments["causal"],

@@ -319,6 +319,15 @@ def test_a_request_of_the_lse_that_is_no_bool(given, name, value):
     assert not given
 
 
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3], ids=["2", "3"])
+def test_requests_that_are_no_bool_have_the_names_of_the_library(given, module):
+    with pytest.raises(TypeError, match="^return_attn_probs must be True or False, got 1"):
+        module.flash_attn_func(*tensors(), return_attn_probs=1)
+    with pytest.raises(TypeError, match="^return_softmax_lse must be True or False, got None"):
+        module.flash_attn_with_kvcache(*tensors(), return_softmax_lse=None)
+    assert not given
+
+
 def test_what_flash_attention_3_ignores_is_not_passed_on(given):
     """Engines pass offsets of new rows without rows: our function refuses them."""
     q, cache = torch.zeros(2, 1, 2, 256).bfloat16(), torch.zeros(2, 16, 1, 256).bfloat16()
