@@ -55,7 +55,9 @@ def measure(chosen: str = "") -> Table:
     note = (
         "Calls like one before. An empty loop: an iteration of one of Python that does nothing, "
         "between the calls. It takes up to twice as long where another thread has the other half "
-        "of the core; only rows in which it takes as long compare."
+        "of the core; only rows in which it takes as long compare. autograd alone: a function in "
+        "Python of as many tensors, whose backward launches nothing and returns tensors that are "
+        "there before."
     )
     return Table("host", "Host time of an eager call", COLUMNS, rows, (note,))
 
@@ -65,6 +67,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     inputs = host.inputs_of(case, device)
     calls = {OURS: host.our_call(case, inputs)}
+    if case.backward:
+        calls["autograd alone"] = host.empty_call(inputs)
     if peers and not case.packed and case.page_size is None:
         calls |= _peers(case, inputs)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -119,6 +119,29 @@ def our_call(case: HostCase, inputs: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: function(*given, **options)
 
 
+class _Empty(torch.autograd.Function):
+    """Computes nothing: what is left of a backward is autograd's engine and its thread."""
+
+    @staticmethod
+    def forward(ctx: Any, found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> torch.Tensor:
+        """Return the first of found, out; the others are the gradients of leaves."""
+        out, *ctx.gradients = found
+        ctx.save_for_backward(*leaves, out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Read what was saved, as a backward does."""
+        assert ctx.saved_tensors
+        return None, *ctx.gradients
+
+
+def empty_call(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Return a function whose result has a backward that launches nothing."""
+    found = torch.empty_like(inputs.q), *map(torch.empty_like, inputs.leaves)
+    return lambda: _Empty.apply(tuple(t.detach() for t in found), *inputs.leaves)
+
+
 class Times(NamedTuple):
     """Microseconds of a call; low and high are the 20th and the 80th percentile, and nanoseconds of
     an iteration of a loop of Python that does nothing, between the calls: what there is of a core,

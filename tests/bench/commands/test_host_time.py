@@ -26,6 +26,12 @@ def test_rows(name, quick):
     assert 0 < row["loop"] < 1000 < 1e3 * row["median"]
 
 
+def test_a_backward_stands_beside_one_that_computes_nothing(quick):
+    rows = command.measure("packed backward").rows
+    assert [row["provider"] for row in rows] == ["ours", "autograd alone"]
+    assert rows[1]["median"] < rows[0]["median"]
+
+
 def test_the_stand_in_is_taken_away_again(quick):
     from fa4_hd256 import plans
     from fa4_hd256.run import execute, launch
