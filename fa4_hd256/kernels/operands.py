@@ -3,6 +3,13 @@
 Every tile has the 128-byte swizzle and lies as blocks of 64 columns: a row of a block is 128
 bytes, 8 rows are an atom of 1024 (PTX ISA 9.7.15.5.1.2 and 9.7.16.4, canonical layouts).  The same
 bytes serve as a K-major operand (the columns are reduced over) or an MN-major one (the rows are).
+
+NOTE [address by symbol].  CuTe DSL reads the address of dynamic shared memory and broadcasts it to
+the warp.  ptxas does not repeat a broadcast, so it keeps the result in a uniform register through
+all roles, and where these run out it spills it to the stack (ptxas 13.0 and 13.5, the decode kernel
+of 64 rows: 62 loads from the stack, some of them in the steps).  An address that is read by the
+symbol's name alone is made again wherever it is used.  Where CuTe DSL calls the symbol otherwise,
+ptxas refuses the kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -50,10 +57,15 @@ LoadTarget = tuple[cute.Pointer, Any]
 class SharedMemory:
     """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
 
-    def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
+    def __init__(
+        self, allocator: SmemAllocator, plan: Any, dtype: Any, by_symbol: bool = False
+    ) -> None:
+        """by_symbol: NOTE [address by symbol]."""
         # The scheduler's set-up allocates the region "scheduler", the last one, itself.
         self._offsets = plan.offsets()
         self._base = allocator.allocate(self._offsets["scheduler"], SWIZZLE_ALIGNMENT)
+        if by_symbol:
+            self._base = _by_symbol(self._base)
         self._dtype = dtype
 
     def region(self, name: str, element_type: Any, alignment: int) -> cute.Pointer:
@@ -71,6 +83,17 @@ class SharedMemory:
             self.region(name, dtype, SWIZZLE_ALIGNMENT), layout.inner, dtype=dtype
         )
         return cute.make_tensor(pointer, layout.outer)
+
+
+def _by_symbol(base: cute.Pointer) -> cute.Pointer:
+    """The beginning of dynamic shared memory. base: the same, as CuTe DSL has it; a kernel that
+    does not use it lacks the symbol."""
+    address = cute.arch.inline_ptx(
+        "{.reg .b32 used;\nmov.b32 used, {$r0};\nmov.b32 {$w0}, __dynamic_shmem__0;}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(base.toint())],
+    )
+    return cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_ALIGNMENT)
 
 
 def load_tile(

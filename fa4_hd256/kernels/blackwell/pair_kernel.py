@@ -63,6 +63,8 @@ class PairKernel:
     context_class: type[PairContext]
     #: CTAs that share a tile and its MMAs: 2, or 1 in `decode`.
     ctas = CTAS
+    #: Whether shared memory is addressed by its symbol: `operands` NOTE [address by symbol].
+    smem_by_symbol = False
 
     def __init__(self, plan: Any, problem_class: ProblemClass, parts: KernelParts) -> None:
         """plan: has warps, smem, tmem, edges and steps."""
@@ -82,7 +84,7 @@ class PairKernel:
         order: Any,
     ) -> PairContext:
         """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
-        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype, self.smem_by_symbol)
         return self.context_class(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),

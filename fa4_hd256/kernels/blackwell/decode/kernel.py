@@ -50,6 +50,7 @@ from ...forward.decode_rows import (
     synchronise,
 )
 from ...forward.keys import KvTile
+from ...forward.tiles import DECODE_ROWS
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingState, SharedByReference
@@ -109,6 +110,8 @@ class DecodeKernel(ForwardCommon, PairKernel):
         self.config = config
         self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)
         self.group = GroupRows(self.rows, config.softmax_rows, self.functions)
+        # Uniform registers do not suffice for 64 rows.
+        self.smem_by_symbol = config.rows == max(DECODE_ROWS)
         self.tile_queries, self.load_keys = self.rows.queries, BLOCK_KV
         # Warps of a group of the softmax.
         self.softmax_warps = len(config.warps.softmax) // config.softmax_groups
