@@ -211,8 +211,14 @@ def test_roles_have_their_registers(name):
     path names a register that the budget lacks."""
     kernel, function = code_of(name)
     plan, usage = plan_of(KERNELS[name]), resource_usage(kernel.cubin)
-    assert plan.at_launch in launch_registers(kernel.cubin).values()
+    launched, wanted = launch_registers(kernel.cubin).values(), {b for _, b in plan.budgets}
     assert usage.stack == usage.local == 0
+    if wanted == {plan.at_launch}:
+        # No role gives any back, and ptxas takes what it needs.
+        assert max(launched) <= plan.at_launch
+        assert all(one.base != "USETMAXREG" for one in function.instructions)
+        return
+    assert plan.at_launch in launched
     budgets = []
     for number, instruction in enumerate(function.instructions):
         if instruction.base == "USETMAXREG":
@@ -220,7 +226,7 @@ def test_roles_have_their_registers(name):
             assert beyond(function, number, budgets[-1]) == []
             # The check can fail: no role does with two.
             assert beyond(function, number, 2) != []
-    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+    assert set(budgets) == wanted
 
 
 @pytest.mark.parametrize(("spec", "most"), SMALL.values(), ids=SMALL)

@@ -101,8 +101,8 @@ REGISTERS = {
     (2, None): (200, 104, 0),
     (1, "quantise"): (256, 96, 152),
     (2, "quantise"): (200, 56, 56),
-    (1, "convert"): (232, 88, 184),
-    (2, "convert"): (184, 56, 88),
+    (1, "convert"): (240, 88, 176),
+    (2, "convert"): (192, 56, 72),
 }
 
 #: Parts of Q and P, whose operand has e4m3.
