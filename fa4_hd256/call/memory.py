@@ -221,8 +221,9 @@ def check_out(out: Any, q: torch.Tensor) -> None:
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
     check_device("out", out.device, q.device, "q")
-    # PyTorch fails in words of its own before it calls an operator.
-    _check_not_negated("out", out)
+    # PyTorch fails in words of its own before it calls an operator. A graph cannot ask.
+    if not torch.compiler.is_compiling():
+        _check_not_negated("out", out)
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:

@@ -416,7 +416,7 @@ FEW_ENTRIES = ints((0,), (2,))
         ({"seqused_k": ints(20, 17)}, ValueError, r"page_table\[1, 1\] is -1; accepted: 0 to 3"),
         ({"seqused_k": ints(33, 5)}, ValueError, r"page_table\[0, 2\] is 9; accepted: 0 to 3"),
         ({"max_seqlen_k": 19}, ValueError, "max_seqlen_k is 19, but a sequence has 20 key rows"),
-        ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0, but a sequence has 5 key rows"),
+        ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0, but a sequence has 20 key rows"),
         ({"max_seqlen_k": 20.0}, TypeError, "max_seqlen_k must be an int"),
         ({"k": ODD_PAGES, "v": ODD_PAGES}, ValueError, "k has strides .* nothing is copied"),
         ({"v": ODD_PAGES}, ValueError, "v has strides .* nothing is copied"),

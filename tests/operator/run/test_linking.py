@@ -42,7 +42,7 @@ def loaded(monkeypatch):
 
 
 def kernel() -> CompiledKernel:
-    return CompiledKernel("key", b"object", SimpleNamespace(), "name", "prefix", 0.0, True, 0.0)
+    return CompiledKernel("key", b"object", SimpleNamespace(), "name", "prefix", True, 0.0)
 
 
 def asked_by_threads(compiled: CompiledKernel, count: int = 6) -> list:
