@@ -53,7 +53,7 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# The most telling case of each kind: 11 to 15 minutes on two cores from empty caches. All parts run
+# The most telling case of each kind: 9 to 18 minutes on two cores from empty caches. All parts run
 # whatever the others say; one that fails makes the whole fail. The other parts, one process after
 # the other, go beside the two workers of the longest: a worker waits now and then for a kernel
 # that another one compiles, and a core would be idle.
