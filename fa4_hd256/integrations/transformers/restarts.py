@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...call.functions.until_changed import UntilChanged
+from ...gpus.devices import is_captured
 from .descriptions import KEY_END, KEY_START, Description
 
 #: Whether positions decrease anywhere, by their tensor.
@@ -39,7 +40,7 @@ def check(positions: Any, description: Description, lengths: tuple[int, int]) ->
     is_known = isinstance(positions, torch.Tensor) and positions.ndim == 2
     if not is_known or queries != keys or queries == 1 or positions.shape[1] != queries:
         return
-    if torch.compiler.is_compiling() or _is_captured(positions):
+    if torch.compiler.is_compiling() or is_captured(positions.device):
         torch._assert_async(~_decrease(positions, description.ranges), _RESTART)
         return
 
@@ -57,7 +58,3 @@ def _decrease(positions: torch.Tensor, ranges: torch.Tensor | None) -> torch.Ten
         first, end = ranges[:, KEY_START, None], ranges[:, KEY_END, None]
         steps = steps & (rows > first) & (rows < end)
     return steps.any()
-
-
-def _is_captured(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
